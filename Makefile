@@ -1,0 +1,38 @@
+# Each target sets up what it needs: a virtual environment with the pinned dependencies.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+READY := $(VENV)/.ready
+
+.PHONY: demo test lint types bench format clean
+
+demo: $(READY)
+	$(BIN)/gradwire run -n 3 examples/quickstart.py
+
+test: lint types
+	$(BIN)/pytest
+
+lint: $(READY)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+types: $(READY)
+	$(BIN)/mypy
+
+bench: $(READY)
+	$(BIN)/gradwire bench rpc
+
+format: $(READY)
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+# torch is pinned and installed first, by itself: an open range would fetch a CUDA build.
+$(READY): pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install -q -c constraints.txt torch setuptools
+	$(BIN)/pip install -q -c constraints.txt --no-build-isolation -e ".[dev,closures]"
+	touch $@
+
+clean:
+	rm -rf $(VENV) build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	find . -name __pycache__ -prune -exec rm -rf {} +

@@ -1,0 +1,423 @@
+"""The agent of a worker: sends its calls, serves those of others, keeps the connections.
+
+It puts together the parts of this room. The hot path of a call runs through here: `call` (from the
+user's thread) and `serve` (from the executor's leader); everything else is about what can go wrong.
+"""
+
+from __future__ import annotations
+
+import contextvars
+import logging
+import secrets
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+from gradwire.agent.clock import Clock
+from gradwire.agent.exceptions import decode_exception
+from gradwire.agent.executor import Executor
+from gradwire.agent.futures import Future, when_all
+from gradwire.agent.interceptors import Interceptor
+from gradwire.agent.link import Link, OpenCall
+from gradwire.agent.peers import Peer, Peers
+from gradwire.agent.roster import Member, Roster
+from gradwire.agent.service import Request, Service
+from gradwire.config import Options
+from gradwire.errors import CallError, ShutDownError
+from gradwire.ids import WorkerInfo
+from gradwire.transport.base import Connection, Greeting, Transport
+from gradwire.transport.poller import new_poller
+from gradwire.wire.messages import RETRIED, Kind, unpack
+from gradwire.wire.values import Codec, Encoded
+
+logger = logging.getLogger("gradwire")
+
+T = TypeVar("T")
+Handler = Callable[[Request], None]
+
+#: A control message that failed is sent again after this many seconds, then after twice as long...
+_RETRY_SECONDS = 0.1
+_RETRIES = 8
+
+
+class Agent:
+    """See the module's text."""
+
+    def __init__(
+        self,
+        info: WorkerInfo,
+        options: Options,
+        codec: Codec,
+        roster: Roster,
+        transports: Sequence[Transport],
+        context: contextvars.Context,
+    ):
+        self.info = info
+        self.options = options
+        self.codec = codec
+        self.roster = roster
+        self.poller = new_poller()
+        self.executor = Executor(info.name, self.poller, options.num_worker_threads)
+        self.clock = Clock(info.name, self.executor, self._housekeeping)
+        self.peers = Peers(roster, transports, self._make_link)
+        #: Sees user calls pass; see `interceptors`.
+        self.interceptors: list[Interceptor] = []
+        #: Called when another worker is gone, with a farewell or without.
+        self.on_gone: list[Callable[[WorkerInfo], None]] = []
+        self._transports = transports
+        #: Requests are served in copies of this context.
+        self._context = context
+        self._handlers: dict[int, tuple[Handler, bool]] = {}
+        self._services: set[Service] = set()
+        self._listeners: list[Any] = []
+        self._lock = threading.Lock()
+        self._quiet = threading.Condition(self._lock)
+        self._counting_down = False
+        #: Calls exchanged over connections that are no more; None when some may have been lost.
+        self._past: tuple[int, int] | None = (0, 0)
+        self._closing = False
+        self.member: Member | None = None
+        self.handle(Kind.HEARTBEAT, lambda request: request.answer(None))
+        self.handle(Kind.FAREWELL, self._hear_farewell)
+
+    # -- setting up
+
+    def handle(self, kind: Kind, handler: Handler, *, runs_user_code: bool = False) -> None:
+        """Have requests of a kind served by `handler`, which must answer them, now or later.
+        Unless it runs user code it must be quick, for everything else waits meanwhile."""
+        self._handlers[kind] = (handler, runs_user_code)
+
+    def start(self) -> None:
+        """Listen, and join the group."""
+        me = Greeting(self.info.id, self.info.name, secrets.token_hex(16))
+        self.peers.me = me
+        for transport in self._transports:
+            self._listeners.append(transport.listen(me, self.poller, self._accepted))
+        addresses = tuple(listener.address for listener in self._listeners)
+        self.member = Member(self.info, me.incarnation, addresses)
+        self.executor.start()
+        self.clock.start()
+        self.clock.due(time.monotonic() + self.options.heartbeat_interval)
+        self.roster.join(self.member)
+
+    # -- calling
+
+    def call_sync(
+        self, peer: Peer, kind: Kind, subject: Any, encoded: Encoded, timeout: float
+    ) -> Any:
+        """Make a call and wait for its result."""
+        call = OpenCall(kind, subject, timeout)
+        link = peer.link or self.peers.connect(peer, call.name, timeout)
+        link.send(call, encoded, self._leave(peer, encoded) if self.interceptors else None)
+        link.wait(call)
+        value, unsettled = self._open_reply(call)
+        for future in unsettled:
+            future.wait()
+        return value
+
+    def call_async(
+        self, peer: Peer, kind: Kind, subject: Any, encoded: Encoded, timeout: float
+    ) -> Future[Any]:
+        """Make a call; its result, or whatever goes wrong from here on, comes in a future."""
+        call = OpenCall(kind, subject, timeout)
+        future: Future[Any] = Future(call, f"{call.name} on worker {peer.info.name!r}")
+        call.future = future
+        try:
+            link = peer.link or self.peers.connect(peer, call.name, timeout)
+            call.link = link
+            link.send(call, encoded, self._leave(peer, encoded) if self.interceptors else None)
+        except CallError as error:
+            future.set_exception(error)
+        return future
+
+    def request(
+        self, to: str | int | WorkerInfo, kind: Kind, value: Any, timeout: float | None = None
+    ) -> Future[Any]:
+        """Send a message of the rooms above, no user call; the answer comes in a future."""
+        if timeout is None:
+            timeout = self.options.rpc_seconds
+        call = OpenCall(kind, kind.name, timeout)
+        peer = self.peers.find(to)
+        future: Future[Any] = Future(call, f"{call.name} to worker {peer.info.name!r}")
+        call.future = future
+        try:
+            link = peer.link or self.peers.connect(peer, call.name, timeout)
+            call.link = link
+            link.send(call, self.codec.encode(value))
+        except CallError as error:
+            future.set_exception(error)
+        return future
+
+    def insist(self, to: WorkerInfo, kind: Kind, value: Any) -> Future[Any]:
+        """Send an idempotent message until it is answered, or its worker is surely gone."""
+        assert kind in RETRIED, f"{kind.name} must not be sent twice"
+        outcome: Future[Any] = Future(None, f"{kind.name} to worker {to.name!r}")
+        self._try(outcome, to, kind, value, 0)
+        return outcome
+
+    def _try(
+        self, outcome: Future[Any], to: WorkerInfo, kind: Kind, value: Any, attempt: int
+    ) -> None:
+        def settle(future: Future[Any]) -> None:
+            error = future.exception()
+            if error is None:
+                outcome.set_result(future.value())
+            elif isinstance(error, CallError) and attempt < _RETRIES and not self._closing:
+                self.clock.later(
+                    _RETRY_SECONDS * 2**attempt,
+                    lambda: self._try(outcome, to, kind, value, attempt + 1),
+                )
+            else:
+                outcome._seen = True  # whoever needs the answer looks; a lost one is no news
+                outcome.set_exception(error)
+
+        try:
+            self.request(to, kind, value, self.options.heartbeat_limit).add_done_callback(settle)
+        except Exception as error:
+            outcome._seen = True
+            outcome.set_exception(error)
+
+    def _leave(self, peer: Peer, encoded: Encoded) -> dict[str, Any]:
+        tags: dict[str, Any] = {}
+        for interceptor in self.interceptors:
+            interceptor.leaving(peer.info, encoded.tensors, tags)
+        return tags
+
+    def _open_reply(self, call: OpenCall) -> tuple[Any, list[Any]]:
+        """The value in the reply to a call, and what must be waited for before it is used."""
+        if call.error is not None:
+            raise call.error
+        assert call.reply is not None
+        assert call.link is not None
+        by = call.link.to
+        kind, _, tags, payload = unpack(call.reply.head)
+        if kind == Kind.EXCEPTION:
+            raise decode_exception(self.codec, payload, call.reply.buffers, by.name)
+        value, decoding = self.codec.decode(payload, call.reply.buffers)
+        call.reply = None  # the memory belongs to the value's tensors from now on
+        for interceptor in self.interceptors:
+            interceptor.answered(by, decoding.tensors, tags or {})
+        return value, decoding.unsettled
+
+    def _complete(self, call: OpenCall) -> None:
+        """Complete the future of an asynchronous call."""
+        future = call.future
+        assert future is not None
+        try:
+            value, unsettled = self._open_reply(call)
+        except BaseException as error:
+            future.set_exception(error)
+            return
+        if not unsettled:
+            future.set_result(value)
+            return
+
+        def settle(error: BaseException | None) -> None:
+            if error is None:
+                future.set_result(value)
+            else:
+                future.set_exception(error)
+
+        when_all(unsettled, settle)
+
+    # -- serving
+
+    def serve(self, request: Request) -> None:
+        """Have a request answered. Called by the executor's leader."""
+        try:
+            handler, runs_user_code = self._handlers[request.kind]
+        except KeyError:
+            request.fail(NotImplementedError(f"this worker cannot serve kind {request.kind}"))
+            return
+        if runs_user_code:
+            self.executor.run(lambda: self._run(handler, request))
+        else:
+            self._run(handler, request)
+
+    def _run(self, handler: Handler, request: Request) -> None:
+        try:
+            self._context.copy().run(handler, request)
+        except BaseException as error:
+            request.fail(error)
+
+    def run_in_context(self, action: Callable[[], T]) -> T:
+        """Run something with this worker as the current one."""
+        return self._context.copy().run(action)
+
+    def _accepted(self, connection: Connection) -> None:
+        caller = WorkerInfo(connection.peer.name, connection.peer.worker_id)
+        with self._lock:
+            closing = self._closing
+            if not closing:
+                service = Service(self, caller, connection, self._service_ended)
+                self._services.add(service)
+        if closing:
+            connection.close()
+
+    def quieter(self) -> None:
+        """A request was answered; tell those who wait for the last one."""
+        if self._counting_down:
+            with self._quiet:
+                self._quiet.notify_all()
+
+    # -- connections
+
+    def _make_link(self, peer: Peer, connection: Connection) -> Link:
+        if self._closing:
+            connection.close()
+            raise ShutDownError(
+                f"this worker is shutting down and cannot call {peer.info.name!r}",
+                worker=peer.info.name,
+                may_have_run=False,
+            )
+        return Link(
+            peer.info,
+            connection,
+            self.poller,
+            self.executor,
+            self._complete,
+            lambda link: self._link_ended(peer, link),
+            self.clock.due,
+        )
+
+    def _link_ended(self, peer: Peer, link: Link) -> None:
+        if peer.link is link:
+            peer.link = None
+        self._add_to_past(link.count_sent(), 0, certain=link.farewell)
+        self._suspect(peer.info, link.farewell)
+
+    def _service_ended(self, service: Service) -> None:
+        with self._lock:
+            self._services.discard(service)
+        self._add_to_past(0, service.received, certain=service.farewell)
+        self.quieter()
+        self._suspect(service.caller, service.farewell)
+
+    def _add_to_past(self, sent: int, received: int, *, certain: bool) -> None:
+        with self._lock:
+            if self._past is not None and certain:
+                self._past = (self._past[0] + sent, self._past[1] + received)
+            else:
+                self._past = None
+
+    def _suspect(self, info: WorkerInfo, farewell: bool) -> None:
+        """A connection has ended. Find out whether its worker has, and tell those who care."""
+        if self._closing:
+            return
+        if farewell:
+            self._declare_gone(info)
+        elif self.on_gone:
+            self.executor.submit(lambda: self._probe(info))
+
+    def _probe(self, info: WorkerInfo) -> None:
+        try:
+            peer = self.peers.find(info)
+            if peer.link is None:
+                self.peers.connect(peer, "a sign of life", 2.0)
+        except Exception:
+            self._declare_gone(info)
+
+    def _declare_gone(self, info: WorkerInfo) -> None:
+        for listener in self.on_gone:
+            try:
+                listener(info)
+            except Exception:
+                logger.exception("error while clearing up after worker %s", info.name)
+
+    def _hear_farewell(self, request: Request) -> None:
+        request.service.farewell = True
+
+    # -- time
+
+    def _housekeeping(self, now: float) -> float:
+        """Called by the clock when something may be due."""
+        due = now + self.options.heartbeat_interval
+        for link in self.peers.links():
+            due = min(due, link.expire(now))
+            if not link.open_calls:
+                continue
+            silence = now - link.last_sign
+            if silence >= self.options.heartbeat_limit:
+                link.end(
+                    f"it has given no sign of life for {silence:.1f} s; it may be frozen, or its "
+                    "machine may be gone"
+                )
+            elif silence >= self.options.heartbeat_interval:
+                link.ask_for_sign()
+                due = min(due, link.last_sign + self.options.heartbeat_limit)
+        if now >= self._next_trim:
+            self._next_trim = now + self.options.heartbeat_interval
+            self._trim()
+        return max(due, now + 0.001)
+
+    _next_trim = 0.0
+
+    def _trim(self) -> None:
+        with self._lock:
+            services = list(self._services)
+        for listener in self._listeners:
+            listener.trim()
+        for link in self.peers.links():
+            link.connection.trim()
+        for service in services:
+            service.trim()
+
+    # -- leaving
+
+    def open_requests(self) -> int:
+        with self._lock:
+            return sum(len(service.requests) for service in self._services)
+
+    def open_calls(self) -> int:
+        return sum(link.open_calls for link in self.peers.links())
+
+    def wait_until_quiet(self, deadline: float) -> bool:
+        """Wait until no call from or to this worker is open."""
+        self._counting_down = True
+        with self._quiet:
+            while any(service.requests for service in self._services) or self.open_calls():
+                left = deadline - time.monotonic()
+                if left <= 0:
+                    return False
+                # Answers to our own calls do not notify; they are looked for now and then.
+                self._quiet.wait(min(left, 0.02))
+        return True
+
+    def traffic(self) -> tuple[int, int] | None:
+        """(calls sent, calls received) so far; None when some were lost with a connection."""
+        with self._lock:
+            if self._past is None:
+                return None
+            sent, received = self._past
+            received += sum(service.received for service in self._services)
+        return sent + sum(link.count_sent() for link in self.peers.links()), received
+
+    def close(self, deadline: float) -> None:
+        """Say farewell and end everything, whatever the others do."""
+        with self._lock:
+            if self._closing:
+                return
+            self._closing = True
+            services = list(self._services)
+        self.peers.closed = True
+        for listener in self._listeners:
+            listener.close()
+        for link in self.peers.links():
+            link.say_farewell()
+            link.end("this worker was shut down", leaving=True)
+        for service in services:
+            service.say_farewell()
+            service.close()
+        stuck = self.executor.stop(deadline)
+        self.clock.stop()
+        if self.member is not None:
+            self.roster.leave(self.member)
+        if stuck:
+            logger.warning(
+                "worker %s has shut down while functions were still running on its threads %s",
+                self.info.name,
+                ", ".join(stuck),
+            )
+        else:
+            self.poller.close()

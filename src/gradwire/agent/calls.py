@@ -1,0 +1,181 @@
+"""Calls of user functions: the message, and how it is served."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import ExitStack
+from typing import Any
+
+import torch
+
+from gradwire.agent.agent import Agent
+from gradwire.agent.futures import Future, when_all
+from gradwire.agent.peers import Peer
+from gradwire.agent.service import Request
+from gradwire.wire.messages import Kind
+from gradwire.wire.values import call_name
+
+#: Set on functions that return a future of their result; see `gradwire.rpc.functions`.
+ASYNC_MARK = "_wrapped_async_rpc_function"
+
+#: What a message says beside the call is given to Begin; its result comes back with the outcome.
+Begin = Callable[[Any], Any]
+Deliver = Callable[[Any, Any], None]
+Fail = Callable[[Any, BaseException], None]
+
+
+class Deferred:
+    """Returned by a function served here whose result is the value of a future."""
+
+    __slots__ = ("future",)
+
+    def __init__(self, future: Any):
+        self.future = future
+
+
+class Calls:
+    """Makes and serves calls of Python functions."""
+
+    def __init__(self, agent: Agent):
+        self._agent = agent
+        agent.handle(Kind.PYTHON_CALL, self._serve, runs_user_code=True)
+
+    def sync(
+        self,
+        to: Peer,
+        func: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        timeout: float,
+    ) -> Any:
+        encoded = self._agent.codec.encode_call(func, args, kwargs)
+        return self._agent.call_sync(to, Kind.PYTHON_CALL, func, encoded, timeout)
+
+    def begin(
+        self,
+        to: Peer,
+        func: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        timeout: float,
+    ) -> Future[Any]:
+        encoded = self._agent.codec.encode_call(func, args, kwargs)
+        return self._agent.call_async(to, Kind.PYTHON_CALL, func, encoded, timeout)
+
+    def _serve(self, request: Request) -> None:
+        self.serve_function(
+            request,
+            None,
+            lambda _, value: self.answer(request, value),
+            lambda func, error: request.fail(error, call_name(func)),
+        )
+
+    def serve_function(
+        self, request: Request, begin: Begin | None, deliver: Deliver, fail: Fail
+    ) -> None:
+        """Run the function in a request when its arguments are ready, then hand its result to
+        `deliver`, or its error to `fail`, perhaps much later and from another thread."""
+        codec = self._agent.codec
+        (func, args, kwargs, extra), decoding = codec.decode(request.payload, request.buffers)
+        # The tensors own the memory now; the request must not keep it until it is answered.
+        request.payload, request.buffers = memoryview(b""), ()
+        begun = begin(extra) if begin is not None else func
+        run = _Run(self._agent, request, func, args, kwargs, begun, deliver, fail)
+        run.tensors = decoding.tensors
+        if decoding.unsettled:
+            when_all(decoding.unsettled, run.start_later)
+        else:
+            run.start()
+
+    def answer(self, request: Request, value: Any) -> None:
+        """Send the result of a user call, tagged by the interceptors."""
+        try:
+            encoded = self._agent.codec.encode(value)
+        except Exception as error:
+            request.fail(error, "sending the result")
+            return
+        tags: dict[str, Any] | None = None
+        if self._agent.interceptors:
+            tags = {}
+            for interceptor in self._agent.interceptors:
+                interceptor.answering(request, encoded.tensors, tags)
+        request.answer_encoded(encoded, tags)
+
+
+class _Run:
+    """One run of a user function on behalf of a request."""
+
+    __slots__ = (
+        "agent",
+        "args",
+        "begun",
+        "deliver",
+        "fail",
+        "func",
+        "kwargs",
+        "request",
+        "tensors",
+    )
+
+    def __init__(
+        self,
+        agent: Agent,
+        request: Request,
+        func: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        begun: Any,
+        deliver: Deliver,
+        fail: Fail,
+    ):
+        self.agent = agent
+        self.request = request
+        self.func = func
+        self.args = args
+        self.kwargs = kwargs
+        self.begun = begun
+        self.deliver = deliver
+        self.fail = fail
+        self.tensors: list[torch.Tensor] = []
+
+    def start_later(self, error: BaseException | None) -> None:
+        """Start on a thread of the crew, now that the arguments are ready."""
+        if error is not None:
+            self.fail(self.begun, error)
+        else:
+            self.agent.executor.submit(lambda: self.agent.run_in_context(self.start))
+
+    def start(self) -> None:
+        try:
+            if self.agent.interceptors:
+                with ExitStack() as around:
+                    for interceptor in self.agent.interceptors:
+                        around.enter_context(interceptor.serving(self.request, self.tensors))
+                    self._run()
+            else:
+                self._run()
+        except BaseException as error:
+            self.fail(self.begun, error)
+
+    def _run(self) -> None:
+        result = self.func(*self.args, **self.kwargs)
+        self.args, self.kwargs = (), {}
+        if isinstance(result, Deferred):
+            result = result.future
+        elif not hasattr(self.func, ASYNC_MARK):
+            self.deliver(self.begun, result)
+            return
+        if not isinstance(result, torch._C.Future):
+            raise TypeError(
+                "Functions decorated with @rpc.functions.async_execution must return a "
+                f"torch.futures.Future, but {call_name(self.func)} returned {type(result)}"
+            )
+        result.add_done_callback(self._deliver_future)
+
+    def _deliver_future(self, future: Any) -> None:
+        try:
+            value = future.wait()
+        except BaseException as error:
+            self.fail(self.begun, error)
+        else:
+            self.deliver(self.begun, value)

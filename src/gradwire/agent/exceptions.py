@@ -1,0 +1,96 @@
+"""Exceptions as values: they arrive with their type, their state and the remote traceback.
+
+An exception is not rebuilt by calling its class, since classes with unusual constructors would
+not survive that; it is made bare and given its state. What cannot be rebuilt at all becomes a
+`RemoteError` with the same text.
+"""
+
+from __future__ import annotations
+
+import pickle
+import traceback
+from collections.abc import Sequence
+from typing import Any
+
+from torch import Tensor
+
+from gradwire.errors import RemoteError, RemoteTraceback
+from gradwire.wire.values import Codec, Encoded
+
+
+def encode_exception(codec: Codec, error: BaseException, where: str) -> Encoded:
+    """An exception ready to be sent; `where` names the call and the worker it comes from."""
+    trace = "".join(traceback.format_exception(type(error), error, error.__traceback__))
+    name = f"{type(error).__module__}.{type(error).__qualname__}"
+    summary = (name, _text(error), f"{where}\n\n{trace}")
+    for parts in (
+        (type(error), error.args, dict(error.__dict__)),
+        (type(error), _sendable(error.args), {}),
+    ):
+        try:
+            inner = codec.encode(parts)
+        except Exception:
+            continue
+        # A pickle within a pickle: the summary can be read even where the class is unknown.
+        return Encoded(codec.encode((summary, inner.payload)).payload, inner.buffers, [])
+    return codec.encode((summary, None))
+
+
+def decode_exception(
+    codec: Codec, payload: bytes | memoryview, buffers: Sequence[Tensor], worker: str
+) -> BaseException:
+    """The exception again, ready to be raised."""
+    ((name, text, trace), parts), _ = codec.decode(payload)
+    error = None
+    if parts is not None:
+        try:
+            decoded, _ = codec.decode(parts, buffers)
+            error = _rebuild(*decoded)
+        except Exception:
+            error = None  # its class is unknown here, or does not let itself be rebuilt
+    if error is None:
+        error = RemoteError(f"{name}: {text}", worker=worker)
+    error.__cause__ = RemoteTraceback(trace)
+    return error
+
+
+def _rebuild(kind: type[BaseException], args: tuple[Any, ...], state: dict[str, Any]) -> Any:
+    if kind.__init__ in _PLAIN_INITS and kind.__new__ in _PLAIN_NEWS:
+        error = kind(*args)  # builtins keep part of their state where only they can put it
+    else:
+        error = kind.__new__(kind, *args)
+        error.args = args
+    error.__dict__.update(state)
+    return error
+
+
+def _builtin_exceptions() -> list[type[BaseException]]:
+    found, seen = [BaseException], []
+    while found:
+        kind = found.pop()
+        seen.append(kind)
+        found.extend(sub for sub in kind.__subclasses__() if sub.__module__ == "builtins")
+    return seen
+
+
+_PLAIN_INITS = {kind.__init__ for kind in _builtin_exceptions()}
+_PLAIN_NEWS = {kind.__new__ for kind in _builtin_exceptions()}
+
+
+def _sendable(args: tuple[Any, ...]) -> tuple[Any, ...]:
+    """The arguments, with the text of those that cannot be sent."""
+    sendable = []
+    for arg in args:
+        try:
+            pickle.dumps(arg)
+            sendable.append(arg)
+        except Exception:
+            sendable.append(repr(arg))
+    return tuple(sendable)
+
+
+def _text(error: BaseException) -> str:
+    try:
+        return str(error)
+    except Exception:
+        return "<its text cannot be made>"

@@ -1,0 +1,160 @@
+"""Futures: torch's, that can also be awaited, keep exception types and speak up when dropped."""
+
+from __future__ import annotations
+
+import asyncio
+import contextvars
+import logging
+from collections.abc import Callable, Generator, Iterable
+from typing import Any, Generic, Protocol, TypeVar, cast
+
+import torch
+
+logger = logging.getLogger("gradwire")
+
+T = TypeVar("T")
+S = TypeVar("S")
+
+
+class Waiting(Protocol):
+    """How to wait for a future without standing in the way of what completes it."""
+
+    def wait(self, future: Future[Any]) -> None:
+        """Return when the future is done."""
+
+
+class Future(torch.futures.Future, Generic[T]):  # type: ignore[type-arg]
+    """The result of a call that may not have come back yet.
+
+    A `torch.futures.Future` in every respect (`torch.futures.wait_all` takes it), and in addition
+    it can be awaited, ``await rpc_async(...)``, and an error that nobody ever looked at is logged
+    when the future is dropped.
+
+        >>> future = Future()
+        >>> doubled = future.then(lambda f: 2 * f.value())
+        >>> future.set_result(21)
+        >>> doubled.wait()
+        42
+    """
+
+    _waiting: Waiting | None
+    _error: BaseException | None = None
+    _seen = False
+
+    def __init__(self, waiting: Waiting | None = None, name: str = "a call"):
+        super().__init__()
+        self._waiting = waiting
+        self._name = name
+
+    def wait(self) -> T:
+        """Block until the future is done; return its value or raise its error."""
+        if self._waiting is not None and not self.done():
+            self._waiting.wait(self)
+        return cast(T, super().wait())
+
+    def set_exception(self, result: BaseException) -> None:
+        """Complete the future with an error."""
+        self._error = result
+        # C++ callers, `torch.futures.wait_all` among them, look at the value through this too.
+        self._set_unwrap_func(self._raise)
+        self.set_result(result)
+
+    def _raise(self, _value: object) -> None:
+        self._seen = True
+        assert self._error is not None
+        raise self._error
+
+    def exception(self) -> BaseException | None:
+        """The error of a future that is done; None when it has a value."""
+        self._seen = True
+        return self._error
+
+    def then(self, callback: Callable[[Future[T]], S]) -> Future[S]:
+        """A future of what `callback` makes of this one, once it is done. The callback sees the
+        context variables of the place where it was added."""
+        child: Future[S] = Future(self._waiting_for_child(), f"a callback of {self._name}")
+        context = contextvars.copy_context()
+
+        def run(_done: object) -> None:
+            try:
+                child.set_result(context.run(callback, self))
+            except BaseException as error:
+                child.set_exception(error)
+
+        super().add_done_callback(run)
+        return child
+
+    def add_done_callback(self, callback: Callable[[Future[T]], None]) -> None:
+        """Call `callback` with this future when it is done. What it raises is logged."""
+        context = contextvars.copy_context()
+
+        def run(_done: object) -> None:
+            try:
+                context.run(callback, self)
+            except Exception:
+                logger.exception("error in a callback of %s", self._name)
+
+        super().add_done_callback(run)
+
+    def _waiting_for_child(self) -> Waiting | None:
+        return None if self._waiting is None else _Relay(self)
+
+    def __await__(self) -> Generator[Any, None, T]:
+        if not self.done():
+            loop = asyncio.get_running_loop()
+            arrived = loop.create_future()
+
+            def arrive() -> None:
+                if not arrived.done():
+                    arrived.set_result(None)
+
+            def notify(_done: object) -> None:
+                try:
+                    loop.call_soon_threadsafe(arrive)
+                except RuntimeError:
+                    pass  # the loop was closed: nobody waits any more
+
+            super().add_done_callback(notify)
+            yield from arrived
+        return cast(T, super().wait())
+
+    def __del__(self) -> None:
+        if self._error is not None and not self._seen:
+            logger.error(
+                "%s failed, and nobody looked at its result: %r",
+                self._name,
+                self._error,
+                exc_info=self._error,
+            )
+
+
+class _Relay:
+    """Waiting for a future that depends on another one."""
+
+    def __init__(self, source: Future[Any]):
+        self._source = source
+
+    def wait(self, future: Future[Any]) -> None:
+        waiting = self._source._waiting
+        if waiting is None:
+            return
+        if not self._source.done():
+            waiting.wait(self._source)
+        # The callback may still be running on another thread, or be waiting itself.
+        if not future.done():
+            torch.futures.Future.wait(future)
+
+
+def when_all(futures: Iterable[Any], then: Callable[[BaseException | None], None]) -> None:
+    """Call `then` when all futures are done, with the first error found among them."""
+    waiting = list(futures)
+    if not waiting:
+        then(None)
+        return
+    done = torch.futures.collect_all(waiting)
+
+    def finish(_done: object) -> None:
+        errors = (future.exception() for future in waiting)
+        then(next((error for error in errors if error is not None), None))
+
+    done.add_done_callback(finish)

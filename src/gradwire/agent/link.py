@@ -1,0 +1,369 @@
+"""Our calls to one other worker, and their answers.
+
+A thread that waits for an answer reads the connection itself if nobody else does: no other thread
+has to be woken on the way. It hands on the answers of others that it comes across, and when it
+leaves, the executor's leader takes over the reading if answers are still outstanding.
+
+Who settles a call is decided by who takes it out of `_open`, atomically: the thread that read its
+answer, the clock at its deadline, or whoever noticed that the connection is gone. A synchronous
+call is settled by giving its thread the reply; the future of an asynchronous one is completed by
+the executor's leader, or by the very thread that waits for it and read its answer.
+"""
+
+from __future__ import annotations
+
+import itertools
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+from gradwire.agent.executor import Executor
+from gradwire.agent.futures import Future
+from gradwire.errors import CallError, CallTimeout, ConnectionClosed, ShutDownError, WorkerLost
+from gradwire.ids import WorkerInfo
+from gradwire.transport.base import Connection, Frame
+from gradwire.transport.poller import Poller
+from gradwire.wire.messages import UNCOUNTED, Kind, Tags, pack, peek
+from gradwire.wire.values import Encoded, call_name
+
+FOREVER = float("inf")
+
+
+class OpenCall:
+    """A call that has left and waits for its answer."""
+
+    __slots__ = (
+        "deadline",
+        "error",
+        "future",
+        "gate",
+        "id",
+        "kind",
+        "link",
+        "reply",
+        "subject",
+        "timeout",
+    )
+
+    def __init__(self, kind: int, subject: Any, timeout: float):
+        self.kind = kind
+        #: What is called: a function, or a few words. Made into text only for errors.
+        self.subject = subject
+        #: In seconds; 0 means that the call may take for ever.
+        self.timeout = timeout
+        self.deadline = time.monotonic() + timeout if timeout else FOREVER
+        self.id = 0
+        #: None for a synchronous call: its thread takes the reply as it is.
+        self.future: Future[Any] | None = None
+        self.link: Link | None = None
+        self.reply: Frame | None = None
+        self.error: CallError | None = None
+        #: What threads wait at while another one reads; opened when the call is settled.
+        self.gate: threading.Lock | None = None
+
+    @property
+    def name(self) -> str:
+        return self.subject if isinstance(self.subject, str) else call_name(self.subject)
+
+    def settled(self) -> bool:
+        if self.future is not None:
+            return self.future.done()
+        return self.reply is not None or self.error is not None
+
+    def open_gate(self) -> None:
+        gate = self.gate
+        if gate is not None:
+            try:
+                gate.release()
+            except RuntimeError:
+                pass  # open already
+
+    def wait(self, _future: Future[Any]) -> None:
+        """Wait for the future of this call (see `futures.Waiting`)."""
+        assert self.link is not None
+        self.link.wait(self)
+
+
+class Link:
+    """One connection, used for calls from here to there."""
+
+    _gates = threading.Lock()
+
+    def __init__(
+        self,
+        to: WorkerInfo,
+        connection: Connection,
+        poller: Poller,
+        executor: Executor,
+        complete: Callable[[OpenCall], None],
+        ended: Callable[[Link], None],
+        due: Callable[[float], None],
+    ):
+        self.to = to
+        self.connection = connection
+        self._executor = executor
+        self._complete = complete
+        self._ended = ended
+        self._due = due
+        self._ids = itertools.count(1)
+        self._uncounted_ids = itertools.count(UNCOUNTED + 1)
+        self._looks = 0
+        self._open: dict[int, OpenCall] = {}
+        self._answered: deque[OpenCall] = deque()
+        self._armed = False
+        self._caller_reads = False
+        self._end_lock = threading.Lock()
+        #: Why the connection ended, once it has.
+        self.end_reason: str | None = None
+        #: Whether the other worker, or this one, said that it leaves.
+        self.farewell = False
+        self._leaving = False
+        self.last_sign = time.monotonic()
+        connection.attach(poller, self._on_readable)
+
+    # -- calling
+
+    def send(self, call: OpenCall, encoded: Encoded, tags: Tags | None = None) -> None:
+        """Let a call leave. Raises WorkerLost if it cannot, and then it surely has not run."""
+        call.id = next(self._uncounted_ids if call.kind in _UNCOUNTED_KINDS else self._ids)
+        call.link = self
+        if not self._open:
+            self.last_sign = time.monotonic()
+        self._open[call.id] = call
+        frame = Frame(pack(call.kind, call.id, encoded.payload, tags), encoded.buffers)
+        try:
+            self.connection.send(frame, self._executor.hand_over)
+        except ConnectionClosed as closed:
+            self._open.pop(call.id, None)
+            encoded.tell_passengers(None)
+            self.end(str(closed))
+            raise WorkerLost(
+                f"{call.name} could not be sent to worker {self.to.name!r}: {closed}. "
+                "It has not run there",
+                worker=self.to.name,
+                call=call.name,
+                may_have_run=False,
+            ) from closed
+        except BaseException:
+            self._open.pop(call.id, None)
+            raise
+        encoded.tell_passengers(self.to)
+        if self.end_reason is not None:
+            self._fail_all(self.end_reason)  # it ended before this call was among the open ones
+        self._due(call.deadline)
+        if call.future is not None and not self._armed and not self._caller_reads:
+            self._arm()
+
+    def ask_for_sign(self) -> None:
+        """Send a heartbeat. Whatever comes back is a sign of life."""
+        self._arm()
+        try:
+            if not self.connection.nudge(Frame(pack(Kind.HEARTBEAT, UNCOUNTED, b""))):
+                # Something is being sent; that it gets on is seen to by the connection.
+                self.last_sign = time.monotonic()
+        except ConnectionClosed as closed:
+            self.end(str(closed))
+
+    def say_farewell(self) -> None:
+        try:
+            self.connection.nudge(Frame(pack(Kind.FAREWELL, UNCOUNTED, b"")))
+        except ConnectionClosed:
+            pass
+
+    @property
+    def open_calls(self) -> int:
+        return len(self._open) + len(self._answered)
+
+    def count_sent(self) -> int:
+        """How many calls have left here, for the other side to compare with what it got."""
+        self._looks += 1
+        return next(self._ids) - self._looks
+
+    # -- waiting
+
+    def wait(self, call: OpenCall) -> None:
+        """Return when a call is settled; this thread reads its answer where that is possible."""
+        if call.settled():
+            return
+        aside = self._executor.step_aside()
+        try:
+            while not call.settled():
+                if call.id in self._open and self.connection.begin_reading():
+                    self._read_answer_of(call)
+                else:
+                    self._wait_at_gate(call)
+        finally:
+            if aside:
+                self._executor.step_back()
+
+    def _read_answer_of(self, call: OpenCall) -> None:
+        """Read until a call is settled by somebody, at best by its own answer. This thread has
+        the right to read."""
+        self._caller_reads = True
+        if self._armed:
+            self._armed = False
+            self.connection.disarm()
+        mine = False
+        try:
+            while not mine and call.id in self._open:
+                left = call.deadline - time.monotonic()
+                if self.connection.wait(None if left == FOREVER else left):
+                    mine = self._receive(call)
+                elif left <= 0:
+                    self._expire(call)
+        finally:
+            self._caller_reads = False
+            self.connection.end_reading()
+            # Those who came meanwhile saw that somebody reads, and count on being read for.
+            if self._open:
+                self._arm()
+        if self._answered:
+            self._executor.post(self._complete_answered)
+        if mine and call.future is not None:
+            self._finish(call)
+
+    def _wait_at_gate(self, call: OpenCall) -> None:
+        """Wait while another thread reads, or settles this call."""
+        with self._gates:
+            if call.gate is None:
+                call.gate = threading.Lock()
+                call.gate.acquire()
+        if call.settled():
+            return
+        # Once it is taken, whoever took it opens the gate, so no deadline is needed.
+        taken = call.id not in self._open
+        left = FOREVER if taken else call.deadline - time.monotonic()
+        if call.gate.acquire(timeout=-1 if left == FOREVER else max(0.0, left)):
+            call.open_gate()  # for others who wait for the same call
+        else:
+            self._expire(call)
+
+    # -- receiving
+
+    def _receive(self, mine: OpenCall | None) -> bool:
+        """Take what has arrived; True when the answer to `mine` was there. For the reader."""
+        try:
+            frames = self.connection.receive()
+        except ConnectionClosed as closed:
+            self.end(str(closed))
+            return False
+        self.last_sign = time.monotonic()
+        found = False
+        for frame in frames:
+            kind, call_id = peek(frame.head)
+            call = self._open.pop(call_id, None)
+            if call is None:  # too late for its deadline, or a sign of life
+                self.farewell |= kind == Kind.FAREWELL
+                continue
+            call.reply = frame
+            if call is mine:
+                found = True
+            elif call.future is None:
+                call.open_gate()
+            else:
+                self._answered.append(call)
+        return found
+
+    def _on_readable(self) -> None:
+        """The leader's turn to read."""
+        self._armed = False
+        if self.connection.begin_reading():
+            try:
+                self._receive(None)
+            finally:
+                self.connection.end_reading()
+        self._complete_answered()
+
+    def _complete_answered(self) -> None:
+        self._executor.remainder = self._complete_answered
+        while self._answered and self._executor.leads():
+            try:
+                call = self._answered.popleft()
+            except IndexError:
+                break
+            self._finish(call)
+        if self._executor.leads() and self._open and not self._armed and not self._caller_reads:
+            self._arm()
+
+    def _finish(self, call: OpenCall) -> None:
+        """Complete the future of a call that was taken out of the open ones."""
+        try:
+            self._complete(call)
+        finally:
+            call.open_gate()
+
+    def _arm(self) -> None:
+        self._armed = True
+        self.connection.arm()
+
+    # -- failing
+
+    def expire(self, now: float) -> float:
+        """Fail the calls whose deadline has passed; returns the next deadline."""
+        calls = list(self._open.values())
+        for call in calls:
+            if call.deadline <= now:
+                self._expire(call)
+        return min((call.deadline for call in calls if call.deadline > now), default=FOREVER)
+
+    def _expire(self, call: OpenCall) -> None:
+        self._fail(
+            call,
+            lambda: CallTimeout(
+                f"{call.name} on worker {self.to.name!r}: RPC ran for more than set timeout "
+                f"({call.timeout * 1000:.0f} ms) and will now be marked with an error. It may "
+                "still be running there; give it a longer timeout, or see what that worker is busy "
+                "with",
+                worker=self.to.name,
+                call=call.name,
+            ),
+        )
+
+    def end(self, reason: str, *, leaving: bool = False) -> None:
+        """Close the connection and fail what waits for it. When this worker is `leaving`, its
+        executor does not complete any more futures, so that is done here."""
+        with self._end_lock:
+            if self.end_reason is not None:
+                return
+            self.end_reason = reason
+            self.farewell |= leaving
+            self._leaving = leaving
+        self.connection.close()
+        self._ended(self)
+        self._fail_all(reason)
+        while leaving and self._answered:
+            self._finish(self._answered.popleft())
+
+    def _fail_all(self, reason: str) -> None:
+        for call in list(self._open.values()):
+            self._fail(call, lambda call=call: self._loss(call, reason))  # type: ignore[misc]
+
+    def _loss(self, call: OpenCall, reason: str) -> CallError:
+        if self._leaving:
+            return ShutDownError(
+                f"{call.name} on worker {self.to.name!r} was still running when this worker was "
+                "shut down. It may have run",
+                worker=self.to.name,
+                call=call.name,
+            )
+        return WorkerLost(
+            f"worker {self.to.name!r} was lost while {call.name} was running there: {reason}. "
+            "The function may have run, in part or to its end",
+            worker=self.to.name,
+            call=call.name,
+        )
+
+    def _fail(self, call: OpenCall, make_error: Callable[[], CallError]) -> None:
+        if self._open.pop(call.id, None) is None:
+            return
+        call.error = make_error()
+        if call.future is None:
+            call.open_gate()
+        else:
+            self._answered.append(call)
+            self._executor.post(self._complete_answered)
+
+
+_UNCOUNTED_KINDS = frozenset({Kind.BARRIER, Kind.FAREWELL})

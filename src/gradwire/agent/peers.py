@@ -1,0 +1,128 @@
+"""The other workers, and the connections to them."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Sequence
+
+from gradwire.agent.link import Link
+from gradwire.agent.roster import Member, Roster
+from gradwire.errors import AuthenticationError, UnknownWorkerError, WorkerLost
+from gradwire.ids import WorkerInfo
+from gradwire.transport.base import Connection, Greeting, Transport
+
+#: How long one attempt to connect may take, at most.
+CONNECT_SECONDS = 10.0
+
+
+class Peer:
+    """One other worker (or this one), connected when it is first called."""
+
+    def __init__(self, member: Member):
+        self.member = member
+        self.info = member.info
+        #: Read without the lock on the way of every call.
+        self.link: Link | None = None
+        self.connecting = threading.Lock()
+
+
+class Peers:
+    """Finds workers by name, id or info, and connects to them."""
+
+    def __init__(
+        self,
+        roster: Roster,
+        transports: Sequence[Transport],
+        make_link: Callable[[Peer, Connection], Link],
+    ):
+        self._roster = roster
+        self._transports = {transport.name: transport for transport in transports}
+        self._make_link = make_link
+        self._lock = threading.Lock()
+        self._by_name: dict[str, Peer] = {}
+        self._by_id: dict[int, Peer] = {}
+        self.me = Greeting(-1, "", "")
+        self.closed = False
+
+    def find(self, to: str | int | WorkerInfo) -> Peer:
+        """The worker meant by `to`. Raises UnknownWorkerError."""
+        if isinstance(to, WorkerInfo):
+            to = to.id
+        known: dict[str, Peer] | dict[int, Peer]
+        known = self._by_name if isinstance(to, str) else self._by_id
+        peer = known.get(to)  # type: ignore[arg-type]
+        if peer is not None:
+            return peer
+        member = self._roster.by_name(to) if isinstance(to, str) else self._roster.by_id(to)
+        if member is None:
+            names = ", ".join(m.info.name for m in self._roster.members())
+            raise UnknownWorkerError(
+                f"could not find destination worker {to!r}: the group has {names}"
+            )
+        return self._remember(member)
+
+    def _remember(self, member: Member) -> Peer:
+        with self._lock:
+            peer = self._by_id.get(member.info.id)
+            if peer is None or peer.member.incarnation != member.incarnation:
+                peer = Peer(member)
+                self._by_id[member.info.id] = peer
+                self._by_name[member.info.name] = peer
+            return peer
+
+    def all(self) -> list[Peer]:
+        """Everybody in the group, this worker included."""
+        return [self._remember(member) for member in self._roster.members()]
+
+    def links(self) -> list[Link]:
+        with self._lock:
+            return [peer.link for peer in self._by_id.values() if peer.link is not None]
+
+    def connect(self, peer: Peer, call: str, timeout: float) -> Link:
+        """The link to a peer, connecting first if need be. Raises WorkerLost."""
+        deadline = time.monotonic() + min(timeout or CONNECT_SECONDS, CONNECT_SECONDS)
+        if not peer.connecting.acquire(timeout=max(0.0, deadline - time.monotonic())):
+            raise self._unreachable(peer, call, ["another thread is still trying to connect"])
+        try:
+            if peer.link is None:
+                connection = self._open(peer, call, deadline)
+                peer.link = self._make_link(peer, connection)
+            return peer.link
+        finally:
+            peer.connecting.release()
+
+    def _open(self, peer: Peer, call: str, deadline: float) -> Connection:
+        reasons = []
+        for address in peer.member.addresses:
+            transport = self._transports.get(address.transport)
+            if transport is None or self.closed:
+                continue
+            try:
+                return transport.connect(
+                    address.place,
+                    self.me,
+                    peer.member.incarnation,
+                    max(0.01, deadline - time.monotonic()),
+                )
+            except (OSError, AuthenticationError) as error:
+                reasons.append(f"{address.transport}: {error}")
+        self._forget_if_gone(peer)
+        raise self._unreachable(peer, call, reasons or ["no transport in common"])
+
+    def _forget_if_gone(self, peer: Peer) -> None:
+        """In an open group: look a worker up again next time, it may have left or come back."""
+        if not self._roster.fixed:
+            with self._lock:
+                self._by_id.pop(peer.info.id, None)
+                self._by_name.pop(peer.info.name, None)
+
+    @staticmethod
+    def _unreachable(peer: Peer, call: str, reasons: list[str]) -> WorkerLost:
+        return WorkerLost(
+            f"worker {peer.info.name!r} cannot be reached for {call} ({'; '.join(reasons)}). It "
+            "has not run there. Has that worker ended, or left?",
+            worker=peer.info.name,
+            call=call,
+            may_have_run=False,
+        )

@@ -1,0 +1,250 @@
+"""Who is in the group, and where they can be reached.
+
+The workers of a group meet at one of torch's key-value stores (`meet`): each leaves its entry there
+and finds those of the others. The workers of one process can share a `LocalRoster` instead.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any, Protocol
+
+from gradwire.errors import SetupError
+from gradwire.ids import WorkerInfo
+from gradwire.transport.base import Address
+
+
+@dataclass(frozen=True, slots=True)
+class Member:
+    """One life of a worker."""
+
+    info: WorkerInfo
+    incarnation: str
+    addresses: tuple[Address, ...]
+
+    def to_json(self) -> str:
+        return json.dumps([self.info.name, self.info.id, self.incarnation, self.addresses])
+
+    @classmethod
+    def from_json(cls, text: str | bytes) -> Member:
+        name, id, incarnation, addresses = json.loads(text)
+        return cls(WorkerInfo(name, id), incarnation, tuple(Address(*a) for a in addresses))
+
+
+class Roster(Protocol):
+    """The list of a group's members."""
+
+    #: Whether the group has a fixed size, so that its members can wait for one another.
+    fixed: bool
+
+    def join(self, member: Member) -> None:
+        """Add this worker; in a group of fixed size, return when everybody is there."""
+
+    def leave(self, member: Member) -> None: ...
+
+    def by_name(self, name: str) -> Member | None: ...
+
+    def by_id(self, id: int) -> Member | None: ...
+
+    def members(self) -> list[Member]: ...
+
+
+class LocalRoster:
+    """For workers of one process. The size is fixed when it is given."""
+
+    def __init__(self, size: int | None = None):
+        self.fixed = size is not None
+        self._size = size
+        self._members: dict[int, Member] = {}
+        self._changed = threading.Condition()
+
+    def free_id(self) -> int:
+        with self._changed:
+            return next(i for i in range(len(self._members) + 1) if i not in self._members)
+
+    def join(self, member: Member) -> None:
+        with self._changed:
+            for other in self._members.values():
+                if other.info.name == member.info.name or other.info.id == member.info.id:
+                    raise SetupError(
+                        f"{member.info} is not unique: {other.info} is in the group already"
+                    )
+            self._members[member.info.id] = member
+            self._changed.notify_all()
+
+    def leave(self, member: Member) -> None:
+        with self._changed:
+            if not self.fixed:
+                self._members.pop(member.info.id, None)
+
+    def by_name(self, name: str) -> Member | None:
+        return next((m for m in self.members() if m.info.name == name), None)
+
+    def by_id(self, id: int) -> Member | None:
+        return self._members.get(id)
+
+    def members(self) -> list[Member]:
+        return sorted(self._members.values(), key=lambda m: m.info.id)
+
+
+class StoreRoster:
+    """For workers that meet at a c10d store.
+
+    Keys: `kind` (fixed or open), `token`, `member/<id>`, `name/<name>` (the id), `joined` (a
+    counter, so that members of an open group can be listed). The members of a fixed group may meet
+    at the same store again after they have parted: every `size` arrivals make a new group.
+    """
+
+    def __init__(self, store: Any, size: int | None, timeout: float):
+        self.fixed = size is not None
+        self._store = store
+        self._size = size
+        self._timeout = timeout
+        self._known: dict[int, Member] = {}
+        self._check_kind()
+        round = 0 if size is None else (int(store.add("gradwire/arrivals", 1)) - 1) // size
+        self._prefix = f"gradwire/{round}"
+
+    def agree_on_token(self, token: str | None, rank: int) -> str:
+        """The group's token: the one given, else one that the first to come makes up."""
+        if token is not None:
+            return token
+        if self.fixed:
+            if rank == 0:
+                self._set("token", secrets.token_hex(32))
+        elif self._store.add(f"{self._prefix}/token-maker", 1) == 1:
+            self._set("token", secrets.token_hex(32))
+        return self._get("token", "the worker that makes the group's token").decode()
+
+    def claim_id(self) -> int:
+        """A free id in an open group."""
+        return int(self._store.add(f"{self._prefix}/ids", 1)) - 1
+
+    def join(self, member: Member) -> None:
+        info = member.info
+        if self._store.add(f"{self._prefix}/claims/{info.name}", 1) != 1:
+            raise SetupError(
+                f"worker name {info.name!r} is not unique: another worker of the group has it"
+            )
+        self._set(f"member/{info.id}", member.to_json())
+        self._set(f"name/{info.name}", str(info.id))
+        joined = self._store.add(f"{self._prefix}/joined", 1)
+        self._set(f"joined/{joined}", str(info.id))
+        if self._size is None:
+            return
+        for id in range(self._size):
+            text = self._get(f"member/{id}", f"the worker of rank {id}")
+            self._known[id] = Member.from_json(text)
+
+    def _check_kind(self) -> None:
+        kind = "fixed" if self.fixed else "open"
+        found = self._store.compare_set("gradwire/kind", "", kind)
+        if (found if isinstance(found, str) else found.decode()) not in ("", kind):
+            raise SetupError(
+                "RPC group mixes statically and dynamically initialized members which is not "
+                "supported. Give all workers a world_size, or none"
+            )
+
+    def leave(self, member: Member) -> None:
+        if self.fixed:
+            return
+        for key in (f"member/{member.info.id}", f"name/{member.info.name}"):
+            self._quietly(lambda key=key: self._set(key, ""))  # type: ignore[misc]
+        self._quietly(lambda: self._store.set(f"{self._prefix}/claims/{member.info.name}", "0"))
+
+    def by_name(self, name: str) -> Member | None:
+        for member in self._known.values():
+            if member.info.name == name:
+                return member
+        if self.fixed:
+            return None
+        id = self._look(f"name/{name}")
+        return self._fetch(int(id)) if id else None
+
+    def by_id(self, id: int) -> Member | None:
+        if self.fixed:
+            return self._known.get(id)
+        return self._fetch(id)
+
+    def members(self) -> list[Member]:
+        if not self.fixed:
+            for number in range(1, int(self._store.add(f"{self._prefix}/joined", 0)) + 1):
+                id = self._look(f"joined/{number}")
+                if id:
+                    self._fetch(int(id))
+        return sorted(self._known.values(), key=lambda m: m.info.id)
+
+    def _fetch(self, id: int) -> Member | None:
+        """Look an id up anew: in an open group it may have left, or be somebody else by now."""
+        text = self._look(f"member/{id}")
+        if not text:
+            self._known.pop(id, None)
+            return None
+        member = Member.from_json(text)
+        self._known[id] = member
+        return member
+
+    def _look(self, key: str) -> bytes | None:
+        """A value that may be missing, without waiting for it."""
+        key = f"{self._prefix}/{key}"
+        found: bytes | None = self._store.get(key) if self._store.check([key]) else None
+        return found
+
+    def _get(self, key: str, whom: str) -> bytes:
+        """A value that must come, waiting for it."""
+        key = f"{self._prefix}/{key}"
+        try:
+            self._store.wait([key], timedelta(seconds=self._timeout))
+            value: bytes = self._store.get(key)
+            return value
+        except Exception as error:
+            raise SetupError(
+                f"waited {self._timeout:g} s in vain for {whom} to join the group: {error}. Is it "
+                "running, with the same init_method and world_size?"
+            ) from error
+
+    def _set(self, key: str, value: str) -> None:
+        self._store.set(f"{self._prefix}/{key}", value)
+
+    @staticmethod
+    def _quietly(action: Callable[[], object]) -> None:
+        try:
+            action()
+        except Exception:
+            pass  # the store went away before us
+
+
+def meet(
+    init_method: str, rank: int, size: int | None, timeout: float
+) -> tuple[StoreRoster, int, int | None]:
+    """Go to the place named by `init_method`; returns the roster there, this worker's rank (-1:
+    not yet known) and the size of the group (None: open)."""
+    # Imported here: it takes a while, and workers of one process do without.
+    from torch.distributed.rendezvous import rendezvous
+
+    if init_method.startswith("env://"):
+        rank = rank if rank >= 0 else int(os.environ.get("RANK", "-1"))
+        size = size or int(os.environ.get("WORLD_SIZE", "0")) or None
+    if rank < 0 and (size is not None or not init_method.startswith("file://")):
+        raise SetupError(
+            f"rank parameter missing: a worker of a group that meets at {init_method!r} needs one, "
+            "from the argument rank or the variable RANK. Rank 0 hosts the meeting place"
+        )
+    if size is not None and rank >= size:
+        raise SetupError(f"rank {rank} is not below the world_size of {size}")
+    query = f"rank={max(rank, 0)}&world_size={size or -1}"
+    url = f"{init_method}{'&' if '?' in init_method else '?'}{query}"
+    try:
+        store, _, _ = next(rendezvous(url, timeout=timedelta(seconds=timeout)))
+    except Exception as error:
+        raise SetupError(
+            f"the group cannot meet at {init_method!r}: {error}. Every worker must be able to "
+            "reach that place, and the worker of rank 0 must be running"
+        ) from error
+    return StoreRoster(store, size, timeout), rank, size

@@ -1,0 +1,152 @@
+"""The calls of one other worker to us, and our answers."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
+
+from gradwire.agent.exceptions import encode_exception
+from gradwire.errors import ConnectionClosed
+from gradwire.ids import WorkerInfo
+from gradwire.transport.base import Connection, Frame
+from gradwire.wire.messages import UNCOUNTED, Kind, Tags, pack, unpack
+from gradwire.wire.values import Encoded
+
+if TYPE_CHECKING:
+    from gradwire.agent.agent import Agent
+
+
+class Request:
+    """A call from another worker, to be answered exactly once, now or later."""
+
+    __slots__ = ("buffers", "id", "kind", "payload", "service", "state", "tags")
+
+    def __init__(
+        self,
+        service: Service,
+        kind: int,
+        id: int,
+        tags: Tags | None,
+        payload: memoryview,
+        buffers: Sequence[Tensor],
+    ):
+        self.service = service
+        self.kind = kind
+        self.id = id
+        self.tags = tags
+        self.payload = payload
+        self.buffers = buffers
+        #: What interceptors want to remember from the call to its answer.
+        self.state: dict[str, Any] | None = None
+
+    @property
+    def caller(self) -> WorkerInfo:
+        return self.service.caller
+
+    def decode(self) -> Any:
+        """The value that came with the request, for messages that carry nothing to wait for."""
+        return self.service.agent.codec.decode(self.payload, self.buffers)[0]
+
+    def answer(self, value: Any) -> None:
+        """Send back a value; if it cannot be sent, an error that says so."""
+        try:
+            encoded = self.service.agent.codec.encode(value)
+        except Exception as error:
+            self.fail(error)
+        else:
+            self.answer_encoded(encoded, None)
+
+    def answer_encoded(self, encoded: Encoded, tags: Tags | None) -> None:
+        self.service.send(self, Kind.PYTHON_RET, encoded, tags)
+
+    def fail(self, error: BaseException, what: str = "") -> None:
+        """Send back an exception."""
+        agent = self.service.agent
+        subject = what or Kind(self.kind).name
+        where = f'{subject} on worker "{agent.info.name}" (id {agent.info.id}) raised:'
+        self.service.send(self, Kind.EXCEPTION, encode_exception(agent.codec, error, where), None)
+
+
+class Service:
+    """One connection, used for calls from there to here."""
+
+    def __init__(
+        self,
+        agent: Agent,
+        caller: WorkerInfo,
+        connection: Connection,
+        ended: Callable[[Service], None],
+    ):
+        self.agent = agent
+        self.caller = caller
+        self.incarnation = connection.peer.incarnation
+        self._connection = connection
+        self._ended = ended
+        self._inbox: deque[Frame] = deque()
+        self._closed = False
+        self.requests: dict[int, Request] = {}
+        self.received = 0
+        #: The caller has said that it leaves; its silence from now on is no loss.
+        self.farewell = False
+        connection.attach(agent.poller, self._on_readable)
+        connection.arm()
+
+    def _on_readable(self) -> None:
+        executor = self.agent.executor
+        if self._connection.begin_reading():
+            try:
+                self._inbox.extend(self._connection.receive())
+            except ConnectionClosed:
+                self.close()
+            finally:
+                self._connection.end_reading()
+        executor.remainder = self._on_readable
+        inbox = self._inbox
+        while inbox and executor.leads():
+            try:
+                frame = inbox.popleft()
+            except IndexError:
+                break
+            self._serve(frame)
+            executor.remainder = self._on_readable
+        if executor.leads():
+            self._connection.arm()
+
+    def _serve(self, frame: Frame) -> None:
+        kind, call_id, tags, payload = unpack(frame.head)
+        request = Request(self, kind, call_id, tags, payload, frame.buffers)
+        if call_id < UNCOUNTED:
+            self.received += 1
+            self.requests[call_id] = request
+        self.agent.serve(request)
+
+    def send(self, request: Request, kind: Kind, encoded: Encoded, tags: Tags | None) -> None:
+        frame = Frame(pack(kind, request.id, encoded.payload, tags), encoded.buffers)
+        try:
+            self._connection.send(frame, self.agent.executor.hand_over)
+            encoded.tell_passengers(self.caller)
+        except ConnectionClosed:
+            encoded.tell_passengers(None)
+            self.close()  # the caller is gone and has been told so on its own side
+        finally:
+            self.requests.pop(request.id, None)
+            self.agent.quieter()
+
+    def say_farewell(self) -> None:
+        try:
+            self._connection.nudge(Frame(pack(Kind.FAREWELL, UNCOUNTED, b"")))
+        except ConnectionClosed:
+            pass
+
+    def trim(self) -> None:
+        self._connection.trim()
+
+    def close(self) -> None:
+        if self._closed:
+            return
+        self._closed = True
+        self._connection.close()
+        self._ended(self)

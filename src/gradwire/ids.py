@@ -1,0 +1,47 @@
+"""Ids that are unique in a group without asking anyone.
+
+An id is 64 bits: the worker that made it in the high 16, a counter in the low 48.
+"""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import dataclass
+
+COUNTER_BITS = 48
+COUNTER_MASK = (1 << COUNTER_BITS) - 1
+MAX_WORKERS = 1 << 16
+
+
+class IdSource:
+    """Hands out ids for one worker, from any thread."""
+
+    def __init__(self, worker_id: int):
+        if not 0 <= worker_id < MAX_WORKERS:
+            raise ValueError(f"a worker id is between 0 and {MAX_WORKERS - 1}, not {worker_id}")
+        self._base = worker_id << COUNTER_BITS
+        self._counter = itertools.count()
+
+    def next(self) -> int:
+        return self._base | next(self._counter)
+
+
+def creator(id: int) -> int:
+    """The worker that made this id."""
+    return id >> COUNTER_BITS
+
+
+def serial(id: int) -> int:
+    """The count of this id at the worker that made it."""
+    return id & COUNTER_MASK
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerInfo:
+    """Who a worker is: its name and its id in the group."""
+
+    name: str
+    id: int
+
+    def __repr__(self) -> str:
+        return f"WorkerInfo(id={self.id}, name={self.name})"

@@ -1,0 +1,1 @@
+"""Remote references: values that stay where they are and are held on to from elsewhere."""

@@ -1,0 +1,325 @@
+"""Keeping references and owners in agreement.
+
+1. The owner keeps a value while it knows of a fork (`table`).
+2. A worker that sends a reference away makes a fork of it first:
+   - the owner, by adding the fork to its table;
+   - a user, by holding on to its own reference until the receiver has told it that the owner
+     knows of the child (RREF_CHILD_ACCEPT).
+3. A worker that receives a reference
+   - from the owner: is known already;
+   - from a user, and is the owner: tells the user so (RREF_CHILD_ACCEPT);
+   - from a user, and is another user: has the owner add the fork (RREF_FORK_REQUEST), then tells
+     the one it came from. The value it came with is not used before.
+4. A user that drops its reference tells the owner (RREF_USER_DELETE), once it is confirmed.
+
+These messages are idempotent and sent again until they are answered. A worker that is gone holds
+nothing any more: its forks are deleted, and nobody waits for its acceptance.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from functools import partial
+from typing import Any
+
+from gradwire.agent.agent import Agent
+from gradwire.agent.calls import ASYNC_MARK, Calls, Deferred
+from gradwire.agent.futures import Future
+from gradwire.agent.peers import Peer
+from gradwire.agent.service import Request
+from gradwire.errors import CallError, CallTimeout, GradwireError
+from gradwire.ids import IdSource, WorkerInfo
+from gradwire.refs.rref import UNSET_TIMEOUT, RRef
+from gradwire.refs.table import Owned, Table
+from gradwire.wire.messages import Kind
+from gradwire.wire.values import add_passenger, current_decoding
+
+# (owner's id, owner's name, reference, fork, the worker that made the fork)
+_Parts = tuple[int, str, int, int, int]
+
+
+class Refs:
+    """The references of one worker."""
+
+    def __init__(self, agent: Agent, calls: Calls):
+        self._agent = agent
+        self._calls = calls
+        self._ids = IdSource(agent.info.id)
+        self.me = agent.info
+        self.table = Table()
+        self._lock = threading.Lock()
+        #: Our own references that must not go before a fork made of them is known to the owner:
+        #: fork -> (reference, the worker the fork went to, once it has left).
+        self._children: dict[int, tuple[RRef[Any], int | None]] = {}
+        self._dropped: deque[tuple[WorkerInfo, int, int, Future[Any] | None]] = deque()
+        self._closed = False
+        agent.codec.teach(RRef, "rref", self._take_apart, self._rebuild)
+        agent.handle(Kind.PYTHON_REMOTE_CALL, self._serve_remote, runs_user_code=True)
+        agent.handle(Kind.PYTHON_RREF_FETCH_CALL, self._serve_fetch)
+        agent.handle(Kind.RREF_FORK_REQUEST, self._serve_fork_request)
+        agent.handle(Kind.RREF_CHILD_ACCEPT, self._serve_child_accept)
+        agent.handle(Kind.RREF_USER_DELETE, self._serve_delete)
+        agent.on_gone.append(self._clear_up_after)
+
+    def next_id(self) -> int:
+        return self._ids.next()
+
+    # -- making references
+
+    def remote(
+        self,
+        to: Peer,
+        func: Any,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        timeout: float,
+    ) -> RRef[Any]:
+        """Run a function on a worker and leave its result there."""
+        id = self.next_id()
+        fork = id if to.info.id == self.me.id else self.next_id()
+        encoded = self._agent.codec.encode_call(func, args, kwargs, (id, fork))
+        rref: RRef[Any] = RRef.__new__(RRef)
+        if to.info.id == self.me.id:
+            owned = Owned(id)
+            self.table.add(owned)
+            rref._set_up(self, id, self.me, owned, 0, None)
+        created = self._agent.call_async(to, Kind.PYTHON_REMOTE_CALL, func, encoded, timeout)
+        # Its error comes to light when the value is asked for.
+        created._seen = True
+        if to.info.id != self.me.id:
+            rref._set_up(self, id, to.info, None, fork, created)
+        return rref
+
+    def _serve_remote(self, request: Request) -> None:
+        def begin(extra: Any) -> Owned:
+            id, fork = extra
+            owned = self.table.get(id)
+            if request.caller.id != self.me.id:
+                self.table.add_fork(id, fork, request.caller.id)
+            return owned
+
+        def deliver(owned: Owned, value: Any) -> None:
+            owned.set_value(value)
+            request.answer(None)
+
+        def fail(owned: Owned, error: BaseException) -> None:
+            owned.set_error(error)
+            request.answer(None)
+
+        self._calls.serve_function(request, begin, deliver, fail)
+
+    # -- using references
+
+    def fetch(self, rref: RRef[Any], timeout: float) -> Any:
+        if rref._owned is not None:
+            return self.wait_for(rref._owned.future)
+        self._check_creation(rref)
+        timeout = self._agent.options.rpc_seconds if timeout == UNSET_TIMEOUT else timeout
+        peer = self._agent.peers.find(rref._owner)
+        encoded = self._agent.codec.encode((rref._id, rref._fork))
+        try:
+            return self._agent.call_sync(
+                peer, Kind.PYTHON_RREF_FETCH_CALL, "RRef.to_here()", encoded, timeout
+            )
+        except CallError:
+            self._check_creation(rref)  # if that failed, it is the better explanation
+            raise
+
+    def _check_creation(self, rref: RRef[Any]) -> None:
+        confirmation = rref._confirmation
+        if confirmation is None or not confirmation.done():
+            return
+        error = confirmation.exception()
+        if isinstance(error, CallTimeout):
+            raise CallTimeout(
+                f"RRef creation via rpc.remote() timed out on worker {rref._owner.name!r}: {error}",
+                worker=error.worker,
+                call=error.call,
+            ) from error
+        if error is not None:
+            raise error
+
+    def wait_for(self, future: Future[Any]) -> Any:
+        """The value of a future that something on this worker completes."""
+        if future.done():
+            return future.wait()
+        aside = self._agent.executor.step_aside()
+        try:
+            return future.wait()
+        finally:
+            if aside:
+                self._agent.executor.step_back()
+
+    def _serve_fetch(self, request: Request) -> None:
+        id, _fork = request.decode()
+        owned = self.table.get(id)
+
+        def answer(future: Future[Any]) -> None:
+            error = future.exception()
+            if error is not None:
+                request.fail(error, "the function that should have made this value")
+            else:
+                self._calls.answer(request, future.value())
+
+        # The callback keeps the promise of the value alive until it is kept or nobody asks.
+        request.state = {"owned": owned}
+        owned.future.add_done_callback(answer)
+
+    # -- calls on the value of a reference
+
+    def call_method(
+        self, rref: RRef[Any], name: str, args: Any, kwargs: Any, timeout: float
+    ) -> Any:
+        return self._calls.sync(*self._method_call(rref, name, args, kwargs, timeout))
+
+    def begin_method(
+        self, rref: RRef[Any], name: str, args: Any, kwargs: Any, timeout: float
+    ) -> Future[Any]:
+        return self._calls.begin(*self._method_call(rref, name, args, kwargs, timeout))
+
+    def remote_method(
+        self, rref: RRef[Any], name: str, args: Any, kwargs: Any, timeout: float
+    ) -> RRef[Any]:
+        return self.remote(*self._method_call(rref, name, args, kwargs, timeout))
+
+    def _method_call(
+        self, rref: RRef[Any], name: str, args: Any, kwargs: Any, timeout: float
+    ) -> tuple[Peer, Any, tuple[Any, ...], dict[str, Any], float]:
+        if timeout == UNSET_TIMEOUT:
+            timeout = self._agent.options.rpc_seconds
+        return (
+            self._agent.peers.find(rref._owner),
+            call_method,
+            (rref, name, args, kwargs),
+            {},
+            timeout,
+        )
+
+    # -- sending and receiving references
+
+    def _take_apart(self, rref: RRef[Any]) -> _Parts:
+        if rref._refs is not self:
+            raise GradwireError(f"{rref!r} belongs to another worker of this process")
+        fork = self.next_id()
+        if rref._owned is not None:
+            self.table.add(rref._owned)
+            self.table.add_fork(rref._id, fork, None)
+            add_passenger(lambda to: self._owner_sent(rref._id, fork, to))
+        else:
+            with self._lock:
+                self._children[fork] = (rref, None)
+            add_passenger(lambda to: self._user_sent(fork, to))
+        return rref._owner.id, rref._owner.name, rref._id, fork, self.me.id
+
+    def _owner_sent(self, id: int, fork: int, to: WorkerInfo | None) -> None:
+        if to is None:
+            self.table.delete_fork(id, fork)
+        else:
+            self.table.held_by(id, fork, to.id)
+
+    def _user_sent(self, fork: int, to: WorkerInfo | None) -> None:
+        with self._lock:
+            child = self._children.pop(fork, None)
+            if child is not None and to is not None:
+                self._children[fork] = (child[0], to.id)
+        del child
+
+    def _rebuild(self, parts: _Parts) -> RRef[Any]:
+        owner_id, owner_name, id, fork, parent = parts
+        rref: RRef[Any] = RRef.__new__(RRef)
+        if owner_id == self.me.id:
+            rref._set_up(self, id, self.me, self.table.get(id), 0, None)
+            if parent == self.me.id:
+                self.table.delete_fork(id, fork)  # it went out and came home
+            else:
+                self._accept_child(parent, fork)
+            return rref
+        owner = WorkerInfo(owner_name, owner_id)
+        if parent == owner_id:
+            rref._set_up(self, id, owner, None, fork, None)
+            return rref
+        confirmation = self._agent.insist(owner, Kind.RREF_FORK_REQUEST, (id, fork))
+        confirmation.add_done_callback(lambda _: self._accept_child(parent, fork))
+        rref._set_up(self, id, owner, None, fork, confirmation)
+        current_decoding().unsettled.append(confirmation)
+        return rref
+
+    def _accept_child(self, parent: int, fork: int) -> None:
+        try:
+            self._agent.insist(self._agent.peers.find(parent).info, Kind.RREF_CHILD_ACCEPT, fork)
+        except GradwireError:
+            pass  # the parent is gone, and so is its reference
+
+    def _serve_fork_request(self, request: Request) -> None:
+        id, fork = request.decode()
+        self.table.add_fork(id, fork, request.caller.id)
+        request.answer(None)
+
+    def _serve_child_accept(self, request: Request) -> None:
+        with self._lock:
+            child = self._children.pop(request.decode(), None)
+        request.answer(None)
+        del child  # perhaps the last hold on our own reference: outside the lock
+
+    # -- dropping references
+
+    def dropped(
+        self, owner: WorkerInfo, id: int, fork: int, confirmation: Future[Any] | None
+    ) -> None:
+        """A user's reference died. Called by the garbage collector, anywhere: only take note."""
+        if not self._closed:
+            self._dropped.append((owner, id, fork, confirmation))
+            self._agent.executor.post(self._tell_owners)
+
+    def _tell_owners(self) -> None:
+        while self._dropped:
+            owner, id, fork, confirmation = self._dropped.popleft()
+            if confirmation is None or confirmation.done():
+                self._tell_owner(owner, id, fork, confirmation)
+            else:
+                confirmation.add_done_callback(partial(self._tell_owner, owner, id, fork))
+
+    def _tell_owner(
+        self, owner: WorkerInfo, id: int, fork: int, confirmation: Future[Any] | None
+    ) -> None:
+        error = None if confirmation is None else confirmation.exception()
+        if isinstance(error, CallError) and not error.may_have_run:
+            return  # the owner never heard of it
+        if not self._closed:
+            self._agent.insist(owner, Kind.RREF_USER_DELETE, (id, fork))
+
+    def _serve_delete(self, request: Request) -> None:
+        self.table.delete_fork(*request.decode())
+        request.answer(None)
+
+    def _clear_up_after(self, info: WorkerInfo) -> None:
+        self.table.delete_forks_of(info.id)
+        with self._lock:
+            orphans = [fork for fork, (_, to) in self._children.items() if to == info.id]
+            released = [self._children.pop(fork) for fork in orphans]
+        del released
+
+    # -- the end
+
+    def debug_info(self) -> dict[str, int]:
+        values, forks = self.table.counts()
+        with self._lock:
+            children = len(self._children)
+        return {"num_owner_rrefs": values, "num_forks": forks, "num_pending_children": children}
+
+    def close(self) -> None:
+        """The group parts: nobody holds anything for anybody any more."""
+        self._closed = True
+        with self._lock:
+            children, self._children = self._children, {}
+        self.table.clear()
+        self._dropped.clear()
+        del children
+
+
+def call_method(rref: RRef[Any], name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Runs on the owner: a method of the value of a reference."""
+    method = getattr(rref.local_value(), name)
+    result = method(*args, **kwargs)
+    return Deferred(result) if hasattr(method, ASYNC_MARK) else result

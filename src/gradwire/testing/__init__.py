@@ -1,0 +1,9 @@
+"""Tools for testing programs that use gradwire, and transports written for it. Needs no pytest.
+
+`cluster` puts many workers in one process, `faults` makes a transport misbehave on purpose,
+`transports` has the checks that every transport must pass.
+"""
+
+from gradwire.testing.cluster import cluster
+
+__all__ = ["cluster"]

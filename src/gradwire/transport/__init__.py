@@ -1,0 +1,1 @@
+"""Ways to move frames between workers. They know nothing of what the frames mean."""

@@ -1,0 +1,111 @@
+"""What every transport offers, and nothing more.
+
+A *frame* is a head (bytes) and buffers (tensors). A *connection* moves frames to one other worker,
+in order, in both directions. A *listener* yields connections that others open.
+
+Reading is shared by two kinds of threads, so it is split in three: `receive` takes what is there
+and never blocks; `wait` blocks a thread that wants to read for itself; `arm` asks the poller to
+call back, once, when there is something to receive. One thread at a time reads a connection:
+`begin_reading` says whether it may. Any thread may send.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple, Protocol
+
+from torch import Tensor
+
+from gradwire.transport.poller import Poller
+
+
+class Frame(NamedTuple):
+    """What travels: on arrival the buffers are flat tensors of bytes that belong to the receiver."""
+
+    head: bytes | bytearray | memoryview
+    buffers: Sequence[Tensor] = ()
+
+
+class Address(NamedTuple):
+    """Where a listener can be reached."""
+
+    transport: str
+    place: str
+
+
+class Greeting(NamedTuple):
+    """Who is at the other end, as proven in the handshake."""
+
+    worker_id: int
+    name: str
+    #: Tells one life of a worker from the next under the same name.
+    incarnation: str
+
+
+class Connection(Protocol):
+    """One end of a connection. `ConnectionClosed` is raised by all methods once it has ended."""
+
+    peer: Greeting
+
+    def send(self, frame: Frame, blocked: Callable[[], object] | None = None) -> None:
+        """Send a frame whole, after those sent before it. The caller may change the tensors
+        afterwards. `blocked` is called once if the other end is slow to take it."""
+
+    def nudge(self, frame: Frame) -> bool:
+        """Send a small frame unless that would block. False when another thread is sending."""
+
+    def begin_reading(self) -> bool:
+        """Become the thread that reads. False when another one does."""
+
+    def end_reading(self) -> None:
+        """Let others read."""
+
+    def receive(self) -> list[Frame]:
+        """The frames that have arrived, perhaps none. Never blocks. For the reading thread."""
+
+    def wait(self, timeout: float | None) -> bool:
+        """Block until there may be something to receive, or the connection has ended. For the
+        reading thread."""
+
+    def attach(self, poller: Poller, callback: Callable[[], None]) -> None:
+        """Choose who is called back, and notice from now on when the other end goes away."""
+
+    def arm(self) -> None:
+        """Call back once, from the poller, when there is something to receive."""
+
+    def disarm(self) -> None:
+        """Call back only when the other end goes away."""
+
+    def trim(self) -> None:
+        """Give back memory that has not been used since the last time."""
+
+    def close(self) -> None:
+        """End the connection at both ends. May be called from any thread, and again."""
+
+
+class Listener(Protocol):
+    """Accepts connections until it is closed."""
+
+    address: Address
+
+    def trim(self) -> None:
+        """Send away those who have connected and not said who they are."""
+
+    def close(self) -> None: ...
+
+
+class Transport(Protocol):
+    """A way to other workers."""
+
+    @property
+    def name(self) -> str: ...
+
+    def listen(
+        self, me: Greeting, poller: Poller, accepted: Callable[[Connection], None]
+    ) -> Listener:
+        """Accept connections; `accepted` is called by the poller for each, when it has proven
+        that it belongs to the group."""
+
+    def connect(self, place: str, me: Greeting, them: str, timeout: float) -> Connection:
+        """Open a connection to the worker whose incarnation is `them`. Raises OSError when
+        nobody can be reached there and AuthenticationError when it is not them."""

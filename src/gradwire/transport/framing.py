@@ -1,0 +1,193 @@
+"""Frames on a byte stream.
+
+    frame  = prefix | table | head | bytes of the buffers that travel in the stream
+    prefix = length of head u64 | number of table entries u32 | 0 u32
+    table  = per buffer: length u64 | segment u64
+
+A segment of 0 means that the buffer's bytes follow in the stream; any other number names a piece
+of shared memory that holds them. An entry of length FORGET says that a segment is gone.
+
+`FrameReader` is pure: it says where the next bytes go and turns them into frames. Large heads and
+buffers are received straight into the memory they will stay in.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import struct
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from gradwire.errors import ConnectionClosed
+from gradwire.transport.base import Frame
+
+PREFIX = struct.Struct("<QII")
+ENTRY = struct.Struct("<QQ")
+FORGET = (1 << 64) - 1
+
+#: A frame's buffers are counted before any memory is set aside for them.
+MAX_ENTRIES = 1 << 20
+_CHUNK = 1 << 16
+
+Entry = tuple[int, int]
+
+
+def memory_of(tensor: Tensor) -> memoryview:
+    """The bytes of a contiguous tensor, in place. Valid while the tensor lives."""
+    size = tensor.numel() * tensor.element_size()
+    if not size:
+        return memoryview(bytearray())
+    return memoryview((ctypes.c_ubyte * size).from_address(tensor.data_ptr())).cast("B")
+
+
+def pack_prefix(head_length: int, entries: Sequence[Entry]) -> bytes:
+    """What goes before the head."""
+    return PREFIX.pack(head_length, len(entries), 0) + b"".join(
+        ENTRY.pack(length, segment) for length, segment in entries
+    )
+
+
+def fresh_bytes(length: int) -> Tensor:
+    """Memory for a buffer. An ordinary tensor whatever `inference_mode` or default device the
+    thread that reads is in: the frame may be meant for another thread."""
+    try:
+        with torch.inference_mode(False):
+            return torch.empty(length, dtype=torch.uint8, device="cpu")
+    except RuntimeError as error:
+        raise ConnectionClosed(f"there is no memory for {length} bytes: {error}") from error
+
+
+class FrameReader:
+    """Bytes in, frames out.
+
+    `target` says where the next bytes belong, `advance` tells how many were put there.
+    """
+
+    def __init__(
+        self,
+        max_bytes: int,
+        shared: Callable[[int, int], Tensor] | None = None,
+        forget: Callable[[int], None] | None = None,
+    ):
+        self._max_bytes = max_bytes
+        self._shared = shared
+        self._forget = forget
+        self._chunk = bytearray(_CHUNK)
+        self._view = memoryview(self._chunk)
+        self._start = self._end = 0
+        # A frame too large for the chunk: what is still to be filled, and the frame when it is.
+        self._unfilled: list[memoryview] = []
+        self._large: Frame | None = None
+
+    def target(self) -> memoryview:
+        if self._unfilled:
+            return self._unfilled[-1]
+        return self._view[self._end :]
+
+    def advance(self, count: int) -> list[Frame]:
+        frames: list[Frame] = []
+        if self._unfilled:
+            rest = self._unfilled[-1][count:]
+            if rest:
+                self._unfilled[-1] = rest
+                return frames
+            self._unfilled.pop()
+            if self._unfilled:
+                return frames
+            assert self._large is not None
+            frames.append(self._large)
+            self._large = None
+            return frames
+        self._end += count
+        while self._start < self._end and self._parse(frames):
+            pass
+        if self._start == self._end:
+            self._start = self._end = 0
+        return frames
+
+    def _parse(self, frames: list[Frame]) -> bool:
+        """Take one frame from the chunk. False when more bytes must come first."""
+        start, have = self._start, self._end - self._start
+        if have < PREFIX.size:
+            return self._make_room(PREFIX.size)
+        head_length, count, zero = PREFIX.unpack_from(self._chunk, start)
+        if head_length > self._max_bytes or count > MAX_ENTRIES or zero:
+            raise ConnectionClosed(
+                f"a frame claims {head_length} bytes and {count} buffers; "
+                f"the limit is {self._max_bytes} bytes"
+            )
+        body = start + PREFIX.size
+        if not count:
+            end = body + head_length
+            if end <= self._end:
+                frames.append(Frame(self._chunk[body:end]))
+                self._start = end
+                return True
+            if PREFIX.size + head_length <= len(self._chunk):
+                return self._make_room(PREFIX.size + head_length)
+            self._start_large(head_length, (), body)
+            return bool(self._finish_large(frames))
+        table_end = PREFIX.size + count * ENTRY.size
+        if have < table_end:
+            return self._make_room(table_end)
+        entries = [
+            ENTRY.unpack_from(self._chunk, body + index * ENTRY.size) for index in range(count)
+        ]
+        if sum(length for length, _ in entries if length != FORGET) > self._max_bytes:
+            raise ConnectionClosed(f"a frame's buffers exceed the limit of {self._max_bytes} bytes")
+        self._start_large(head_length, entries, start + table_end)
+        return self._finish_large(frames)
+
+    def _start_large(self, head_length: int, entries: Sequence[Entry], body: int) -> None:
+        """Set memory aside for a frame and fill it with what the chunk has of it."""
+        try:
+            head = bytearray(head_length)
+        except MemoryError as error:
+            raise ConnectionClosed(f"there is no memory for {head_length} bytes") from error
+        buffers: list[Tensor] = []
+        places = [memoryview(head)]
+        for length, segment in entries:
+            if length == FORGET:
+                if self._forget is not None:
+                    self._forget(segment)
+            elif segment:
+                if self._shared is None:
+                    raise ConnectionClosed("a frame names shared memory where none is in use")
+                buffers.append(self._shared(segment, length))
+            else:
+                buffers.append(fresh_bytes(length))
+                places.append(memory_of(buffers[-1]))
+        self._start = body
+        self._unfilled = []
+        for place in places:
+            taken = min(len(place), self._end - self._start)
+            place[:taken] = self._view[self._start : self._start + taken]
+            self._start += taken
+            if taken < len(place):
+                self._unfilled.append(place[taken:])
+        self._unfilled.reverse()
+        self._large = Frame(head, buffers)
+
+    def _finish_large(self, frames: list[Frame]) -> bool:
+        """Hand over the frame just started if the chunk held all of it."""
+        if self._unfilled:
+            return False
+        assert self._large is not None
+        if self._large.head or self._large.buffers:  # else it only said what to forget
+            frames.append(self._large)
+        self._large = None
+        return True
+
+    def _make_room(self, needed: int) -> bool:
+        """See to it that a piece of `needed` bytes fits into the chunk. Always False."""
+        rest = self._end - self._start
+        if needed > len(self._chunk):
+            grown = bytearray(max(needed, 2 * len(self._chunk)))
+            grown[:rest] = self._view[self._start : self._end]
+            self._chunk, self._view = grown, memoryview(grown)
+        elif self._start:
+            self._view[:rest] = bytes(self._view[self._start : self._end])
+        self._start, self._end = 0, rest
+        return False

@@ -1,0 +1,187 @@
+"""Between workers of one process: frames through queues, tensors copied once.
+
+A `MemoryNetwork` is a world of its own: workers reach each other through it when they were given
+the same one. There is no process-wide registry.
+"""
+
+from __future__ import annotations
+
+import itertools
+import threading
+from collections import deque
+from collections.abc import Callable
+
+from torch import Tensor
+
+from gradwire.errors import ConnectionClosed
+from gradwire.transport.base import Address, Connection, Frame, Greeting
+from gradwire.transport.framing import fresh_bytes
+from gradwire.transport.poller import Poller
+
+
+class MemoryNetwork:
+    """Where the workers of one process meet; a transport."""
+
+    name = "memory"
+
+    def __init__(self) -> None:
+        self._listeners: dict[str, MemoryListener] = {}
+        self._places = itertools.count()
+
+    def listen(
+        self, me: Greeting, poller: Poller, accepted: Callable[[Connection], None]
+    ) -> MemoryListener:
+        place = str(next(self._places))
+        listener = MemoryListener(Address(self.name, place), me, poller, accepted, self)
+        self._listeners[place] = listener
+        return listener
+
+    def connect(
+        self,
+        place: str,
+        me: Greeting,
+        them: str,
+        timeout: float,  # noqa: ARG002
+    ) -> MemoryConnection:
+        listener = self._listeners.get(place)
+        if listener is None or listener.me.incarnation != them:
+            raise ConnectionRefusedError(f"no worker listens at place {place} of this process")
+        here, there = MemoryConnection(listener.me), MemoryConnection(me)
+        here.other, there.other = there, here
+        listener.poller.post(lambda: listener.accept(there))
+        return here
+
+    def forget(self, place: str) -> None:
+        self._listeners.pop(place, None)
+
+
+class MemoryListener:
+    def __init__(
+        self,
+        address: Address,
+        me: Greeting,
+        poller: Poller,
+        accepted: Callable[[Connection], None],
+        network: MemoryNetwork,
+    ):
+        self.address = address
+        self.me = me
+        self.poller = poller
+        self._accepted = accepted
+        self._network = network
+        self._closed = False
+
+    def accept(self, connection: MemoryConnection) -> None:
+        if self._closed:
+            connection.close()
+        else:
+            self._accepted(connection)
+
+    def trim(self) -> None:
+        pass
+
+    def close(self) -> None:
+        self._closed = True
+        self._network.forget(self.address.place)
+
+
+def _copy(buffer: Tensor) -> Tensor:
+    """The buffer as the flat bytes a receiver expects, in memory of its own."""
+    flat = fresh_bytes(buffer.numel() * buffer.element_size())
+    if len(flat):
+        flat.view(buffer.dtype).view(buffer.shape).copy_(buffer.detach())
+    return flat
+
+
+class MemoryConnection:
+    """One end; the other one is `other`."""
+
+    other: MemoryConnection
+
+    def __init__(self, peer: Greeting):
+        self.peer = peer
+        self._inbox: deque[Frame] = deque()
+        self._reading = threading.Lock()
+        self._arrived = threading.Condition(threading.Lock())
+        self._armed = False
+        self._closed = False
+        self._ended = False  # by the other end
+        self._poller: Poller | None = None
+        self._callback: Callable[[], None] | None = None
+
+    def send(self, frame: Frame, blocked: Callable[[], object] | None = None) -> None:  # noqa: ARG002
+        if self._closed or self._ended:
+            raise ConnectionClosed("the connection is closed")
+        self.other.deliver(Frame(bytes(frame.head), [_copy(buffer) for buffer in frame.buffers]))
+
+    def nudge(self, frame: Frame) -> bool:
+        self.send(frame)
+        return True
+
+    def deliver(self, frame: Frame | None) -> None:
+        """Take a frame from the other end; None says that it has closed."""
+        with self._arrived:
+            if frame is not None:
+                self._inbox.append(frame)
+            else:
+                self._ended = True
+            self._arrived.notify()
+            notice = self._armed or (frame is None and self._callback is not None)
+            self._armed = False
+        if notice:
+            self._call_back()
+
+    def _call_back(self) -> None:
+        if self._poller is not None and self._callback is not None:
+            self._poller.post(self._callback)
+
+    def begin_reading(self) -> bool:
+        return self._reading.acquire(blocking=False)
+
+    def end_reading(self) -> None:
+        self._reading.release()
+
+    def receive(self) -> list[Frame]:
+        with self._arrived:
+            frames = list(self._inbox)
+            self._inbox.clear()
+            if self._closed:
+                raise ConnectionClosed("the connection is closed")
+            if self._ended and not frames:
+                raise ConnectionClosed("the peer closed the connection")
+        return frames
+
+    def wait(self, timeout: float | None) -> bool:
+        with self._arrived:
+            return self._arrived.wait_for(self._is_readable, timeout)
+
+    def _is_readable(self) -> bool:
+        return bool(self._inbox) or self._closed or self._ended
+
+    def attach(self, poller: Poller, callback: Callable[[], None]) -> None:
+        with self._arrived:
+            self._poller, self._callback = poller, callback
+            ended = self._ended
+        if ended:
+            self._call_back()
+
+    def arm(self) -> None:
+        with self._arrived:
+            ready = self._is_readable()
+            self._armed = not ready
+        if ready:
+            self._call_back()
+
+    def disarm(self) -> None:
+        self._armed = False
+
+    def trim(self) -> None:
+        pass
+
+    def close(self) -> None:
+        with self._arrived:
+            if self._closed:
+                return
+            self._closed = True
+            self._arrived.notify_all()
+        self.other.deliver(None)

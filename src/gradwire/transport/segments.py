@@ -1,0 +1,214 @@
+"""Large tensors between processes of one machine: copied once, mapped by the receiver.
+
+The sender owns a *segment*: an anonymous, sealed piece of shared memory. It copies a tensor in and
+names the segment in a frame; the receiver's tensor lies over the same memory. When that tensor
+dies, the receiver clears the flag in the segment's first byte, and the sender may fill it again:
+no message goes back, and filling warm pages is several times faster than filling fresh ones.
+
+A segment has no name in any file system. It reaches the receiver as a descriptor over a socket,
+once, and the kernel frees it with the last process that maps it, however that process ends.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import mmap
+import os
+import select
+import socket
+import struct
+import threading
+import weakref
+
+import torch
+from torch import Tensor
+
+from gradwire.errors import ConnectionClosed
+
+#: Tensors from this size on travel in segments.
+SEGMENT_BYTES = 1 << 15
+#: A sender that has this many segments out sends further tensors through the socket.
+MAX_SEGMENTS = 1024
+
+_HEADER = 64  # the flag, and room to keep the data aligned
+_ANNOUNCE = struct.Struct("<QQ")
+_SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
+_PATIENCE_MS = 10_000
+
+
+def _capacity(size: int) -> int:
+    """Powers of two, so that few sizes serve all; pages never touched cost nothing."""
+    return 1 << max(16, (size + _HEADER - 1).bit_length())
+
+
+class _Segment:
+    """A piece of shared memory this process writes to."""
+
+    def __init__(self, number: int, capacity: int):
+        self.number = number
+        self.idle = False
+        descriptor = os.memfd_create("gradwire", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        try:
+            os.ftruncate(descriptor, capacity)
+            fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, _SEALS)
+            self.memory = mmap.mmap(descriptor, capacity)
+        except BaseException:
+            os.close(descriptor)
+            raise
+        self.descriptor = descriptor
+        with torch.inference_mode(False):  # others fill it later
+            self._bytes = torch.frombuffer(self.memory, dtype=torch.uint8, offset=_HEADER)
+
+    @property
+    def free(self) -> bool:
+        return self.memory[0] == 0
+
+    def fill(self, tensor: Tensor) -> None:
+        self.memory[0] = 1
+        self.idle = False
+        size = tensor.numel() * tensor.element_size()
+        self._bytes[:size].view(tensor.dtype).view(tensor.shape).copy_(tensor.detach())
+
+
+class SegmentSender:
+    """The segments that carry tensors from here to one other process."""
+
+    def __init__(self, channel: socket.socket):
+        self._channel = channel
+        self._lock = threading.Lock()
+        self._by_capacity: dict[int, list[_Segment]] = {}
+        self._forgotten: list[int] = []
+        self._count = 0
+        self._next = 1
+
+    def put(self, tensor: Tensor) -> int:
+        """Copy a tensor into a segment and return its number; 0 when there is none to be had."""
+        capacity = _capacity(tensor.numel() * tensor.element_size())
+        with self._lock:
+            segments = self._by_capacity.setdefault(capacity, [])
+            # The one used last is the one still in the cache.
+            segment = next((s for s in reversed(segments) if s.free), None)
+            if segment is not None:
+                segment.memory[0] = 1
+        if segment is None:
+            segment = self._new(capacity)
+            if segment is None:
+                return 0
+        segment.fill(tensor)
+        return segment.number
+
+    def _new(self, capacity: int) -> _Segment | None:
+        with self._lock:
+            if self._count >= MAX_SEGMENTS:
+                return None
+            try:
+                segment = _Segment(self._next, capacity)
+            except OSError:
+                return None
+            try:
+                # Never blocks: a receiver reads the channel only when a frame names a segment.
+                announcement = _ANNOUNCE.pack(segment.number, capacity)
+                socket.send_fds(self._channel, [announcement], [segment.descriptor])
+            except OSError:
+                return None
+            finally:
+                os.close(segment.descriptor)
+            segment.memory[0] = 1
+            self._next += 1
+            self._count += 1
+            self._by_capacity[capacity].append(segment)
+            return segment
+
+    def trim(self) -> None:
+        """Give up the segments that have been free since the last time."""
+        with self._lock:
+            for capacity, segments in self._by_capacity.items():
+                gone = [s for s in segments if s.free and s.idle]
+                self._forgotten.extend(s.number for s in gone)
+                self._count -= len(gone)
+                kept = [s for s in segments if s not in gone]
+                for segment in kept:
+                    segment.idle = segment.free
+                self._by_capacity[capacity] = kept
+
+    @property
+    def forgets(self) -> bool:
+        """Whether there is something the receiver has not been told to forget."""
+        return bool(self._forgotten)
+
+    def take_forgotten(self) -> list[int]:
+        """The segments the receiver must be told to forget."""
+        if not self._forgotten:
+            return []
+        with self._lock:
+            forgotten, self._forgotten = self._forgotten, []
+            return forgotten
+
+    def close(self) -> None:
+        with self._lock:
+            self._by_capacity.clear()
+            self._count = MAX_SEGMENTS
+
+
+class _Mapped:
+    """A piece of shared memory this process reads from."""
+
+    def __init__(self, descriptor: int, capacity: int):
+        if fcntl.fcntl(descriptor, fcntl.F_GET_SEALS) & _SEALS != _SEALS:
+            raise ConnectionClosed("the peer sent shared memory that it could take away again")
+        if os.fstat(descriptor).st_size != capacity:
+            raise ConnectionClosed("the peer sent shared memory of another size than it said")
+        self._memory = mmap.mmap(descriptor, capacity)
+        self._view = memoryview(self._memory)
+        self._in_use: weakref.ref[memoryview] | None = None
+
+    def tensor(self, length: int) -> Tensor:
+        """The bytes as a tensor; the segment returns to its sender when the tensor dies."""
+        if not 0 < length <= len(self._view) - _HEADER:
+            raise ConnectionClosed(f"the peer named {length} bytes of a smaller segment")
+        # torch keeps this very object alive as long as the tensor's memory is in use.
+        piece = self._view[_HEADER : _HEADER + length]
+        self._in_use = weakref.ref(piece, self._free)
+        with torch.inference_mode(False):  # the thread that reads may read for another one
+            return torch.frombuffer(piece, dtype=torch.uint8)
+
+    def _free(self, _ref: object) -> None:
+        self._memory[0] = 0
+
+
+class SegmentReceiver:
+    """The segments in which tensors arrive from one other process."""
+
+    def __init__(self, channel: socket.socket):
+        self._channel = channel
+        self._mapped: dict[int, _Mapped] = {}
+
+    def get(self, number: int, length: int) -> Tensor:
+        """The tensor in a segment that a frame has named."""
+        while number not in self._mapped:
+            self._accept()
+        return self._mapped[number].tensor(length)
+
+    def forget(self, number: int) -> None:
+        self._mapped.pop(number, None)
+
+    def _accept(self) -> None:
+        """Map the next segment; it was sent before the frame that names it."""
+        readable = select.poll()
+        readable.register(self._channel, select.POLLIN)
+        if not readable.poll(_PATIENCE_MS):
+            raise ConnectionClosed("the peer named shared memory that it did not send")
+        data, descriptors, _, _ = socket.recv_fds(self._channel, _ANNOUNCE.size, 1)
+        try:
+            if len(data) != _ANNOUNCE.size or len(descriptors) != 1:
+                raise ConnectionClosed("the peer named shared memory that it did not send")
+            number, capacity = _ANNOUNCE.unpack(data)
+            self._mapped[number] = _Mapped(descriptors[0], capacity)
+        except OSError as error:
+            raise ConnectionClosed(f"shared memory cannot be mapped: {error}") from error
+        finally:
+            for descriptor in descriptors:
+                os.close(descriptor)
+
+    def close(self) -> None:
+        self._mapped.clear()

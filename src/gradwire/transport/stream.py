@@ -1,0 +1,452 @@
+"""What the unix and the tcp transport share: frames over a connected socket, and a listener."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import socket
+import threading
+import time
+from collections.abc import Callable
+
+from torch import Tensor
+
+from gradwire.errors import AuthenticationError, ConnectionClosed
+from gradwire.transport.base import Address, Connection, Frame, Greeting
+from gradwire.transport.framing import (
+    FORGET,
+    PREFIX,
+    Entry,
+    FrameReader,
+    memory_of,
+    pack_prefix,
+)
+from gradwire.transport.handshake import SECOND, WELCOME, ClientHandshake, ServerHandshake
+from gradwire.transport.poller import Poller
+
+Bytes = bytes | bytearray | memoryview
+
+#: Below this, joining the prefix and the head costs less than a second entry in the system call.
+_JOIN_BYTES = 1 << 15
+_MAX_PARTS = 512
+_CAN_GATHER = hasattr(socket.socket, "sendmsg")  # not on Windows
+#: Strangers have this long to prove that they belong here, and so many of them may try at once.
+GUEST_SECONDS = 10.0
+MAX_GUESTS = 128
+#: What the connecting side of any transport sends along with its proof.
+MAX_DESCRIPTORS = 2
+
+
+def wait_for(sock: socket.socket, *, writable: bool, timeout: float | None) -> bool:
+    """Block until a socket is ready, for `timeout` seconds or for ever."""
+    if hasattr(select, "poll"):
+        poll = select.poll()
+        poll.register(sock, select.POLLOUT if writable else select.POLLIN)
+        return bool(poll.poll(None if timeout is None else max(0.0, timeout) * 1000))
+    reads, writes = ([], [sock]) if writable else ([sock], [])
+    return any(select.select(reads, writes, [], timeout))
+
+
+class StreamConnection:
+    """Frames over a connected stream socket.
+
+    The socket is shut down by `close`, and its descriptor is given back by the last thread that
+    is still inside a system call on it: a number that is reused too early would be somebody else's
+    connection.
+    """
+
+    def __init__(self, sock: socket.socket, peer: Greeting, max_bytes: int, stall_limit: float):
+        self.peer = peer
+        self._sock = sock
+        self._stall_limit = stall_limit
+        self._reading = threading.Lock()
+        self._writing = threading.Lock()
+        self._disposing = threading.Lock()
+        self._closed = False
+        self._poller: Poller | None = None
+        self._readable = None
+        if hasattr(select, "poll"):
+            self._readable = select.poll()
+            self._readable.register(sock, select.POLLIN)
+        sock.setblocking(False)
+        self._fd = sock.fileno()
+        self._reader = self._make_reader(max_bytes)
+
+    def _make_reader(self, max_bytes: int) -> FrameReader:
+        return FrameReader(max_bytes)
+
+    # -- sending
+
+    def send(self, frame: Frame, blocked: Callable[[], object] | None = None) -> None:
+        head = frame.head
+        parts: list[Bytes]
+        inline: list[Tensor] = []  # keeps alive what `parts` only points to
+        if frame.buffers:
+            parts, inline = self._parts(frame)
+        elif len(head) < _JOIN_BYTES:
+            parts = [PREFIX.pack(len(head), 0, 0) + head]
+        else:
+            parts = [PREFIX.pack(len(head), 0, 0), head]
+        self._transmit(parts, blocked)
+        del inline
+
+    def _transmit(self, parts: list[Bytes], blocked: Callable[[], object] | None = None) -> None:
+        if not self._writing.acquire(blocking=False):
+            if blocked is not None:
+                blocked()
+                blocked = None
+            self._writing.acquire()
+        try:
+            self._write(parts, blocked)
+        finally:
+            self._writing.release()
+            if self._closed:
+                self._dispose()
+
+    def nudge(self, frame: Frame) -> bool:
+        if not self._writing.acquire(blocking=False):
+            return False
+        try:
+            if not self._closed and wait_for(self._sock, writable=True, timeout=0):
+                self._write([PREFIX.pack(len(frame.head), 0, 0) + frame.head], None)
+            return True
+        finally:
+            self._end_writing()
+
+    def _end_writing(self) -> None:
+        self._writing.release()
+        if self._closed:
+            self._dispose()
+
+    def _parts(self, frame: Frame) -> tuple[list[Bytes], list[Tensor]]:
+        entries: list[Entry] = []
+        inline: list[Tensor] = []
+        for buffer in frame.buffers:
+            size = buffer.numel() * buffer.element_size()
+            segment = self._place(buffer, size)
+            entries.append((size, segment))
+            if not segment:
+                inline.append(buffer.contiguous())
+        entries.extend((FORGET, segment) for segment in self._forgotten())
+        prefix = pack_prefix(len(frame.head), entries)
+        return [prefix, frame.head, *map(memory_of, inline)], inline
+
+    def _place(self, buffer: Tensor, size: int) -> int:  # noqa: ARG002
+        """The segment that carries the buffer; 0 when it goes through the socket."""
+        return 0
+
+    def _forgotten(self) -> list[int]:
+        return []
+
+    def _write(
+        self,
+        parts: list[Bytes],
+        blocked: Callable[[], object] | None,
+    ) -> None:
+        sent = 0
+        try:
+            while parts:
+                if self._closed:
+                    raise ConnectionClosed("the connection is closed")
+                try:
+                    if len(parts) == 1 or not _CAN_GATHER:
+                        sent = self._sock.send(parts[0])
+                    else:
+                        sent = self._sock.sendmsg(parts[:_MAX_PARTS])
+                except BlockingIOError:
+                    if blocked is not None:
+                        blocked()
+                        blocked = None
+                    if not wait_for(self._sock, writable=True, timeout=self._stall_limit):
+                        raise ConnectionClosed(
+                            f"the peer has not taken any data for {self._stall_limit:g} s"
+                        ) from None
+                    continue
+                while parts and sent >= len(parts[0]):
+                    sent -= len(parts.pop(0))
+                if sent:
+                    parts[0] = memoryview(parts[0])[sent:]
+        except ConnectionClosed:
+            self.close()
+            raise
+        except OSError as error:
+            self.close()
+            raise ConnectionClosed(f"the connection broke: {error}") from error
+        except BaseException:
+            self.close()  # half a frame may be out: what follows would be misread
+            raise
+
+    # -- receiving
+
+    def begin_reading(self) -> bool:
+        return self._reading.acquire(blocking=False)
+
+    def end_reading(self) -> None:
+        self._reading.release()
+        if self._closed:
+            self._dispose()
+
+    def receive(self) -> list[Frame]:
+        reader = self._reader
+        frames: list[Frame] = []
+        while not frames:
+            if self._closed:
+                raise ConnectionClosed("the connection is closed")
+            target = reader.target()
+            try:
+                count = self._sock.recv_into(target)
+            except BlockingIOError:
+                break
+            except OSError as error:
+                raise ConnectionClosed(f"the connection broke: {error}") from error
+            if not count:
+                raise ConnectionClosed("the peer closed the connection")
+            frames = reader.advance(count)
+            if count < len(target):
+                break
+        return frames
+
+    def wait(self, timeout: float | None) -> bool:
+        if self._closed:
+            return True
+        if self._readable is not None:
+            return bool(self._readable.poll(None if timeout is None else max(0.0, timeout) * 1000))
+        return wait_for(self._sock, writable=False, timeout=timeout)
+
+    def attach(self, poller: Poller, callback: Callable[[], None]) -> None:
+        self._poller = poller
+        poller.add(self._fd, callback)
+
+    def arm(self) -> None:
+        if self._poller is not None and not self._closed:
+            self._poller.arm(self._fd)
+
+    def disarm(self) -> None:
+        if self._poller is not None and not self._closed:
+            self._poller.disarm(self._fd)
+
+    # -- ending
+
+    def trim(self) -> None:
+        pass
+
+    def close(self) -> None:
+        if self._closed:
+            return
+        self._closed = True
+        if self._poller is not None:
+            self._poller.remove(self._fd)
+        try:
+            self._sock.shutdown(socket.SHUT_RDWR)
+        except OSError:
+            pass
+        self._dispose()
+
+    def _dispose(self) -> None:
+        """Give the descriptor back unless another thread is using it; that one will."""
+        with self._disposing:
+            if not self._reading.acquire(blocking=False):
+                return
+            if self._writing.acquire(blocking=False):
+                self._release()
+                self._writing.release()
+            self._reading.release()
+
+    def _release(self) -> None:
+        self._sock.close()
+
+
+def shake_hands(
+    sock: socket.socket, token: bytes, me: Greeting, them: str, descriptors: tuple[int, ...] = ()
+) -> None:
+    """The connecting side of the handshake, on a socket that has a timeout. The descriptors go
+    along with the last message."""
+    handshake = ClientHandshake(token, me, them)
+    sock.sendall(handshake.first())
+    third = handshake.third(_read_exactly(sock, SECOND))
+    if descriptors:
+        sent = socket.send_fds(sock, [third], list(descriptors))
+        sock.sendall(third[sent:])
+    else:
+        sock.sendall(third)
+    _read_exactly(sock, len(WELCOME))
+
+
+def _read_exactly(sock: socket.socket, size: int) -> bytes:
+    data = b""
+    while len(data) < size:
+        piece = sock.recv(size - len(data))
+        if not piece:
+            raise AuthenticationError(
+                "the other side ended the handshake: it has another token, or it is not a worker"
+            )
+        data += piece
+    return data
+
+
+class _Guest:
+    """Someone who has connected and has proven nothing yet."""
+
+    def __init__(self, sock: socket.socket, listener: StreamListener):
+        self.sock = sock
+        self.since = time.monotonic()
+        self._listener = listener
+        self._handshake = ServerHandshake(listener.token, listener.me.incarnation)
+        self._data = b""
+        self._descriptors: list[int] = []
+
+    def on_readable(self) -> None:
+        try:
+            self._read()
+        except (OSError, ValueError, AuthenticationError):
+            self._listener.dismiss(self)
+
+    def _read(self) -> None:
+        handshake = self._handshake
+        try:
+            # Descriptors come along with ordinary bytes, so look for them in every read.
+            wanted = handshake.needed - len(self._data)
+            data, descriptors = self._listener.read_guest(self.sock, wanted)
+        except BlockingIOError:
+            self._listener.poller.arm(self.sock.fileno())
+            return
+        self._descriptors.extend(descriptors)
+        if len(self._descriptors) > MAX_DESCRIPTORS:
+            raise ConnectionError("a stranger must not fill this process with descriptors")
+        if not data:
+            raise ConnectionError("gone before the handshake was done")
+        self._data += data
+        if len(self._data) == handshake.needed:
+            answer = handshake.feed(self._data)
+            self._data = b""
+            if handshake.greeting is not None:
+                self._listener.admit(self, handshake.greeting, self.take_descriptors(), answer)
+                return
+            if answer:
+                self.sock.send(answer)  # a few bytes: an empty send buffer takes them whole
+        self._listener.poller.arm(self.sock.fileno())
+
+    def take_descriptors(self) -> list[int]:
+        descriptors, self._descriptors = self._descriptors, []
+        return descriptors
+
+
+class StreamListener:
+    """Accepts connections on a listening socket and hands on those that prove themselves."""
+
+    def __init__(
+        self,
+        sock: socket.socket,
+        address: Address,
+        token: bytes,
+        me: Greeting,
+        poller: Poller,
+        accepted: Callable[[Connection], None],
+    ):
+        self.address = address
+        self.token = token
+        self.me = me
+        self.poller = poller
+        self._accepted = accepted
+        self._sock = sock
+        self._guests: dict[_Guest, None] = {}  # oldest first
+        self._lock = threading.Lock()
+        self._closed = False
+        sock.setblocking(False)
+        poller.add(sock.fileno(), self._on_readable)
+        poller.arm(sock.fileno())
+
+    def _on_readable(self) -> None:
+        try:
+            while not self._closed:
+                sock, _ = self._sock.accept()
+                self._welcome(sock)
+        except (BlockingIOError, ConnectionError):
+            pass
+        except OSError:
+            self.trim(0.0)  # out of descriptors: strangers give way first
+        if not self._closed:
+            self.poller.arm(self._sock.fileno())
+
+    def _welcome(self, sock: socket.socket) -> None:
+        sock.setblocking(False)
+        guest = _Guest(sock, self)
+        with self._lock:
+            if self._closed:
+                sock.close()
+                return
+            crowd = len(self._guests) >= MAX_GUESTS
+            oldest = next(iter(self._guests)) if crowd else None
+            self._guests[guest] = None
+            self.poller.add(sock.fileno(), guest.on_readable)
+        if oldest is not None:
+            self.dismiss(oldest)
+        self.poller.arm(sock.fileno())
+
+    def read_guest(self, sock: socket.socket, size: int) -> tuple[bytes, list[int]]:
+        return sock.recv(size), []
+
+    def make_connection(
+        self, sock: socket.socket, peer: Greeting, descriptors: list[int]
+    ) -> Connection:
+        raise NotImplementedError
+
+    def admit(
+        self, guest: _Guest, greeting: Greeting, descriptors: list[int], answer: bytes
+    ) -> None:
+        """A guest has proven to be one of the group."""
+        if not self._let_go(guest):
+            for descriptor in descriptors:
+                close_quietly(descriptor)
+            return
+        try:
+            connection = self.make_connection(guest.sock, greeting, descriptors)
+        except BaseException:
+            guest.sock.close()
+            raise
+        try:
+            guest.sock.send(answer)
+        except OSError:
+            connection.close()  # it left just now
+            return
+        self._accepted(connection)
+
+    def dismiss(self, guest: _Guest) -> None:
+        if self._let_go(guest):
+            for descriptor in guest.take_descriptors():
+                close_quietly(descriptor)
+            guest.sock.close()
+
+    def _let_go(self, guest: _Guest) -> bool:
+        """Whether the guest was still one; then the caller decides what becomes of it."""
+        with self._lock:
+            if guest not in self._guests:
+                return False
+            del self._guests[guest]
+            self.poller.remove(guest.sock.fileno())
+            return True
+
+    def trim(self, patience: float = GUEST_SECONDS) -> None:
+        """Dismiss the guests that have been silent for too long."""
+        limit = time.monotonic() - patience
+        with self._lock:
+            late = [guest for guest in self._guests if guest.since <= limit]
+        for guest in late:
+            self.dismiss(guest)
+
+    def close(self) -> None:
+        with self._lock:
+            if self._closed:
+                return
+            self._closed = True
+            guests = list(self._guests)
+        for guest in guests:
+            self.dismiss(guest)
+        self.poller.remove(self._sock.fileno())
+        self._sock.close()
+
+
+def close_quietly(descriptor: int) -> None:
+    with contextlib.suppress(OSError):
+        os.close(descriptor)

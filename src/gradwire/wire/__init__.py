@@ -1,0 +1,1 @@
+"""From values to bytes and back. Pure: no sockets, threads or clocks."""

@@ -1,0 +1,70 @@
+"""Messages: a kind, the id of the call they belong to, optional tags, and an encoded value.
+
+Kinds carry the names torch gives them, because people know them and fault injection addresses
+them. Where torch nests wrapper messages (autograd around profiling around a call), a message here
+carries tags instead: small values under a room's name, attached and read by that room alone.
+
+    head   = header (16 bytes) | tags, pickled, when there are any | payload
+    header = kind u8 | 0 u8 | 0 u16 | length of tags u32 | call id u64
+"""
+
+from __future__ import annotations
+
+import enum
+import pickle
+import struct
+from typing import Any
+
+Tags = dict[str, Any]
+
+_HEADER = struct.Struct("<BxxxIQ")
+
+
+class Kind(enum.IntEnum):
+    """What a message is. The numbers are the wire format: append only."""
+
+    # answers
+    PYTHON_RET = 1
+    EXCEPTION = 2
+    # user calls
+    PYTHON_CALL = 10
+    # remote references
+    PYTHON_REMOTE_CALL = 20
+    PYTHON_RREF_FETCH_CALL = 21
+    RREF_USER_DELETE = 22
+    RREF_FORK_REQUEST = 23
+    RREF_CHILD_ACCEPT = 24
+    # the group
+    HEARTBEAT = 40
+    BARRIER = 41
+    FAREWELL = 42
+
+
+#: Call ids from here on are left out when two workers compare how many calls they exchanged.
+UNCOUNTED = 1 << 63
+
+#: Idempotent, so sent again after a failure. User functions never are.
+RETRIED = frozenset({Kind.RREF_USER_DELETE, Kind.RREF_FORK_REQUEST, Kind.RREF_CHILD_ACCEPT})
+
+
+def pack(kind: int, call_id: int, payload: bytes | memoryview, tags: Tags | None = None) -> bytes:
+    """One message as the head of a frame."""
+    if tags:
+        packed = pickle.dumps(tags, 5)
+        return b"".join((_HEADER.pack(kind, len(packed), call_id), packed, payload))
+    return b"".join((_HEADER.pack(kind, 0, call_id), payload))
+
+
+def unpack(head: bytes | bytearray | memoryview) -> tuple[int, int, Tags | None, memoryview]:
+    """(kind, call id, tags, payload) of a frame's head."""
+    kind, tags_length, call_id = _HEADER.unpack_from(head)
+    start = _HEADER.size + tags_length
+    view = memoryview(head)
+    tags = pickle.loads(view[_HEADER.size : start]) if tags_length else None
+    return kind, call_id, tags, view[start:]
+
+
+def peek(head: bytes | bytearray | memoryview) -> tuple[int, int]:
+    """(kind, call id) alone."""
+    kind, _, call_id = _HEADER.unpack_from(head)
+    return kind, call_id

@@ -1,0 +1,127 @@
+"""Tensors as a description and buffers.
+
+A dense tensor becomes a `Dense` description (dtype, shape, strides, flags) and *one* flat tensor
+with its elements; a sparse tensor becomes the dense tensors it is made of. The flat tensor is
+never copied here: whoever moves the bytes copies them once, to where they have to go.
+
+What is sent of a view is the smaller of two things: its elements in order, or the span of memory
+between its first and its last element. So a slice of a huge tensor costs the slice, an expanded
+tensor costs what it was expanded from, and a transposed one keeps its strides.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from typing import Any
+
+import torch
+from torch import Tensor
+
+# The order is the wire format: append only.
+_DTYPE_NAMES = (
+    "float32 float64 float16 bfloat16 int64 int32 int16 int8 uint8 bool complex64 complex128 "
+    "complex32 uint16 uint32 uint64 float8_e4m3fn float8_e5m2 float8_e4m3fnuz float8_e5m2fnuz "
+    "float8_e8m0fnu"
+).split()
+_DTYPES = [getattr(torch, name, None) for name in _DTYPE_NAMES]
+_CODES: dict[torch.dtype, int] = {
+    dtype: code for code, dtype in enumerate(_DTYPES) if dtype is not None
+}
+
+REQUIRES_GRAD = 1
+PARAMETER = 2
+
+# (dtype code, shape, strides or None when contiguous, REQUIRES_GRAD | PARAMETER)
+Dense = tuple[int, tuple[int, ...], "tuple[int, ...] | None", int]
+
+_COMPRESSED = {torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc}
+
+
+def is_plain(tensor: Tensor) -> bool:
+    """Whether the tensor travels as a `Dense` description and one buffer."""
+    return tensor.layout is torch.strided and tensor.is_cpu and tensor.dtype in _CODES
+
+
+def describe(tensor: Tensor) -> tuple[Dense, Tensor]:
+    """Describe a plain tensor; the second result holds exactly the elements to send."""
+    flags = REQUIRES_GRAD if tensor.requires_grad else 0
+    if isinstance(tensor, torch.nn.Parameter):
+        flags |= PARAMETER
+    if tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg():
+        return (_CODES[tensor.dtype], tuple(tensor.shape), None, flags), tensor
+    tensor = tensor.detach().resolve_conj().resolve_neg()
+    shape, strides = tuple(tensor.shape), tensor.stride()
+    span = 1 + sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True))
+    if 0 < tensor.numel() and span <= tensor.numel():
+        return (_CODES[tensor.dtype], shape, strides, flags), tensor.as_strided((span,), (1,))
+    return (_CODES[tensor.dtype], shape, None, flags), tensor
+
+
+def rebuild(memory: bytearray | Tensor, dense: Dense) -> Tensor:
+    """The tensor again, over `memory` itself: a byte buffer that nobody else will write to."""
+    code, shape, strides, flags = dense
+    dtype = _DTYPES[code]
+    if dtype is None:
+        raise ValueError(f"this torch has no dtype {_DTYPE_NAMES[code]}")
+    if isinstance(memory, Tensor):
+        flat = memory.view(dtype) if len(memory) else torch.empty(0, dtype=dtype)
+    elif memory:
+        flat = torch.frombuffer(memory, dtype=dtype)
+    else:
+        flat = torch.empty(0, dtype=dtype)
+    tensor = flat.view(shape) if strides is None else flat.as_strided(shape, strides)
+    if flags & PARAMETER:
+        return torch.nn.Parameter(tensor, requires_grad=bool(flags & REQUIRES_GRAD))
+    return tensor.requires_grad_() if flags else tensor
+
+
+def byte_size(tensor: Tensor) -> int:
+    """How many bytes the elements of a tensor take, sent one after the other."""
+    return tensor.numel() * tensor.element_size()
+
+
+def small_bytes(flat: Tensor) -> bytearray:
+    """A copy of the elements as bytes. For small tensors: it holds the interpreter meanwhile."""
+    flat = flat.contiguous()
+    return bytearray(ctypes.string_at(flat.data_ptr(), byte_size(flat)))
+
+
+def take_apart(tensor: Tensor) -> tuple[Any, ...] | None:
+    """A sparse or meta tensor as (kind, its constructor's arguments); None for other layouts."""
+    requires_grad = tensor.requires_grad
+    tensor = tensor.detach()
+    if tensor.is_meta:
+        return "meta", tuple(tensor.shape), tensor.stride(), tensor.dtype, requires_grad
+    if not tensor.is_cpu:
+        return None
+    shape = tuple(tensor.shape)
+    if tensor.layout is torch.sparse_coo:
+        indices, values = tensor._indices(), tensor._values()
+        return "coo", indices, values, shape, tensor.is_coalesced(), requires_grad
+    if tensor.layout in _COMPRESSED:
+        if tensor.layout in (torch.sparse_csr, torch.sparse_bsr):
+            compressed, plain = tensor.crow_indices(), tensor.col_indices()
+        else:
+            compressed, plain = tensor.ccol_indices(), tensor.row_indices()
+        return "compressed", compressed, plain, tensor.values(), shape, tensor.layout, requires_grad
+    return None
+
+
+def put_together(kind: str, *parts: Any) -> Tensor:
+    """Undo `take_apart`."""
+    *parts_, requires_grad = parts
+    if kind == "meta":
+        shape, strides, dtype = parts_
+        tensor = torch.empty_strided(shape, strides, dtype=dtype, device="meta")
+    elif kind == "coo":
+        indices, values, shape, coalesced = parts_
+        # A coalesced tensor is taken at its word; checking it again would cost a sort.
+        tensor = torch.sparse_coo_tensor(
+            indices, values, shape, is_coalesced=coalesced, check_invariants=False
+        )
+    else:
+        compressed, plain, values, shape, layout = parts_
+        tensor = torch.sparse_compressed_tensor(
+            compressed, plain, values, shape, layout=layout, check_invariants=False
+        )
+    return tensor.requires_grad_(requires_grad)

@@ -1,0 +1,271 @@
+"""Values as a pickle and the buffers beside it.
+
+Tensors are not pickled. A small one leaves its bytes in the stream, a large one leaves a mark
+there and travels as a buffer of its own, in the order of the marks. This is the out-of-band
+mechanism of pickle protocol 5, with torch tensors in the place of byte buffers on both sides.
+
+Rooms above teach a `Codec` to send types of their own (`teach`), and see the tensors of a value
+in the order they were met, which is the same on both sides.
+"""
+
+from __future__ import annotations
+
+import io
+import pickle
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gradwire.errors import EncodingError
+from gradwire.ids import WorkerInfo
+from gradwire.wire import tensors as wire_tensors
+
+#: Tensors of up to this many bytes travel inside the pickle.
+INLINE_BYTES = 8192
+
+Passenger = Callable[["WorkerInfo | None"], None]
+
+_MARK = pickle.PickleBuffer(bytearray())
+
+
+@dataclass(slots=True)
+class Encoded:
+    """A value on its way out."""
+
+    payload: bytes
+    buffers: list[Tensor]
+    #: The dense tensors of the value, in the order they were met.
+    tensors: list[Tensor]
+    #: Told where the message went, or None when it did not leave; rooms above put them here.
+    passengers: Sequence[Passenger] = ()
+
+    def tell_passengers(self, where: WorkerInfo | None) -> None:
+        for passenger in self.passengers:
+            passenger(where)
+
+
+@dataclass(slots=True)
+class Decoding:
+    """What comes to light while a value is decoded."""
+
+    #: The codec that decodes, for functions that rebuild a taught type.
+    codec: Codec
+    #: The dense tensors of the value, in the order the sender met them.
+    tensors: list[Tensor] = field(default_factory=list)
+    #: What must be waited for before the value may be used; rooms above append to it.
+    unsettled: list[Any] = field(default_factory=list)
+
+
+class _Current(threading.local):
+    decoding: Decoding | None = None
+    passengers: list[Passenger] | None = None
+
+
+_current = _Current()
+
+
+def add_passenger(passenger: Passenger) -> None:
+    """While a taught type is taken apart: ask to be told what becomes of the message."""
+    if _current.passengers is None:
+        raise EncodingError("this can only be sent to a worker, not pickled elsewhere")
+    _current.passengers.append(passenger)
+
+
+def current_decoding() -> Decoding:
+    """The decoding under way in this thread; for functions that rebuild taught types."""
+    if _current.decoding is None:
+        raise EncodingError("this pickle was made by gradwire and can only be decoded by a worker")
+    return _current.decoding
+
+
+class _Encoder(pickle.Pickler):
+    def __init__(self, stream: io.BytesIO, codec: Codec):
+        super().__init__(stream, 5, buffer_callback=self._in_stream)
+        self._codec = codec
+        self.buffers: list[Tensor] = []
+        self.tensors: list[Tensor] = []
+
+    @staticmethod
+    def _in_stream(buffer: pickle.PickleBuffer) -> bool:
+        """Everything but our own marks: what they stand for is in `buffers`."""
+        return buffer is not _MARK
+
+    def reducer_override(self, obj: Any) -> Any:
+        if isinstance(obj, Tensor):
+            return self._reduce_tensor(obj)
+        kind = type(obj)
+        taught = self._codec.taught.get(kind)
+        if taught is not None:
+            name, take_apart = taught
+            return _rebuild, (name, take_apart(obj))
+        if kind in _OPERATORS:
+            return _operator, (str(obj),)
+        return NotImplemented
+
+    def _reduce_tensor(self, tensor: Tensor) -> Any:
+        kind = type(tensor)
+        if kind is Tensor or (kind is torch.nn.Parameter and not tensor.__dict__):
+            if wire_tensors.is_plain(tensor):
+                self.tensors.append(tensor)
+                dense, flat = wire_tensors.describe(tensor)
+                if wire_tensors.byte_size(flat) <= INLINE_BYTES:
+                    return _dense, (wire_tensors.small_bytes(flat), dense)
+                self.buffers.append(flat.detach())
+                return _dense, (_MARK, dense)
+            parts = wire_tensors.take_apart(tensor)
+            if parts is not None:
+                return wire_tensors.put_together, parts
+        if not tensor.is_cpu:
+            raise EncodingError(
+                f"a tensor on {tensor.device} cannot be sent: move it to the CPU first "
+                "(tensor.cpu()), or name its place on the other worker in the option device_maps"
+            )
+        return NotImplemented  # subclasses and rare layouts: as torch pickles them
+
+
+_OPERATORS = frozenset({torch._ops.OpOverload, torch._ops.OpOverloadPacket})
+
+
+def _operator(name: str) -> Any:
+    """`torch.ops.aten.add.Tensor` from "aten.add.Tensor"."""
+    found: Any = torch.ops
+    for part in name.split("."):
+        found = getattr(found, part)
+    return found
+
+
+def _rebuild(name: str, parts: Any) -> Any:
+    return current_decoding().codec.builders[name](parts)
+
+
+def _dense(memory: Any, dense: wire_tensors.Dense) -> Tensor:
+    tensor = wire_tensors.rebuild(memory, dense)
+    decoding = _current.decoding
+    if decoding is not None:
+        decoding.tensors.append(tensor)
+    return tensor
+
+
+class Codec:
+    """Encodes and decodes the values of one worker."""
+
+    def __init__(self, *, closures: bool = False):
+        self.taught: dict[type, tuple[str, Callable[[Any], Any]]] = {}
+        self.builders: dict[str, Callable[[Any], Any]] = {}
+        self._pickler = _closure_encoder() if closures else _Encoder
+
+    def teach(
+        self,
+        kind: type,
+        name: str,
+        take_apart: Callable[[Any], Any],
+        rebuild: Callable[[Any], Any],
+    ) -> None:
+        """Send instances of exactly `kind` as the value `take_apart` makes of them; the codec on
+        the other side that was taught the same `name` calls its `rebuild` with that value. While it
+        does, `current_decoding` is where it can leave what must be waited for."""
+        self.taught[kind] = (name, take_apart)
+        self.builders[name] = rebuild
+
+    def encode(self, value: Any) -> Encoded:
+        stream = io.BytesIO()
+        encoder = self._pickler(stream, self)
+        passengers: list[Passenger] = []
+        outer, _current.passengers = _current.passengers, passengers
+        try:
+            encoder.dump(value)
+        except BaseException:
+            for passenger in passengers:
+                passenger(None)
+            raise
+        finally:
+            _current.passengers = outer
+        return Encoded(stream.getvalue(), encoder.buffers, encoder.tensors, passengers)
+
+    def decode(
+        self, payload: bytes | memoryview, buffers: Sequence[Tensor] = ()
+    ) -> tuple[Any, Decoding]:
+        decoding = Decoding(self)
+        outer, _current.decoding = _current.decoding, decoding
+        try:
+            return pickle.loads(payload, buffers=buffers), decoding
+        finally:
+            _current.decoding = outer
+
+    def encode_call(
+        self,
+        func: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        extra: Any = None,
+    ) -> Encoded:
+        """Encode a call, and blame the right argument when that fails."""
+        try:
+            return self.encode((func, args, kwargs, extra))
+        except Exception as error:
+            for name, value in _named_parts(func, args, kwargs):
+                try:
+                    self.encode(value)
+                except Exception as cause:
+                    raise EncodingError(
+                        f"{name} cannot be sent: {cause}{_advice(value)}"
+                    ) from cause
+            raise EncodingError(f"the call to {call_name(func)} cannot be sent: {error}") from error
+
+
+def call_name(func: Any) -> str:
+    """The name of a callable as it appears in errors, logs and traces."""
+    name = getattr(func, "__qualname__", None) or getattr(func, "__name__", None)
+    return str(name) if name else repr(func)
+
+
+def _named_parts(
+    func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Iterator[tuple[str, Any]]:
+    called = call_name(func)
+    yield f"the function {called}", func
+    for position, value in enumerate(args):
+        yield f"argument {position} of {called} (a {type(value).__name__})", value
+    for key, value in kwargs.items():
+        yield f"argument {key!r} of {called} (a {type(value).__name__})", value
+
+
+def _advice(value: Any) -> str:
+    if getattr(value, "__name__", "") == "<lambda>" or "<locals>" in getattr(
+        value, "__qualname__", ""
+    ):
+        return (
+            ". Lambdas and functions defined inside functions are sent by value only with the "
+            'option closures=True (pip install "gradwire[closures]"); or define it at the top '
+            "level of a module"
+        )
+    return ""
+
+
+def _closure_encoder() -> type[_Encoder]:
+    """An encoder that sends lambdas and local functions and classes by value."""
+    try:
+        import cloudpickle
+    except ImportError as error:
+        raise EncodingError(
+            'the option closures=True needs cloudpickle: pip install "gradwire[closures]"'
+        ) from error
+
+    class ClosureEncoder(_Encoder, cloudpickle.Pickler):  # type: ignore[misc]
+        def __init__(self, stream: io.BytesIO, codec: Codec):
+            cloudpickle.Pickler.__init__(self, stream, 5, buffer_callback=self._in_stream)
+            self._codec = codec
+            self.buffers = []
+            self.tensors = []
+
+        def reducer_override(self, obj: Any) -> Any:
+            reduced = _Encoder.reducer_override(self, obj)
+            if reduced is NotImplemented:
+                return cloudpickle.Pickler.reducer_override(self, obj)
+            return reduced
+
+    return ClosureEncoder

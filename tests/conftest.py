@@ -1,0 +1,39 @@
+"""Nothing may be left behind: no thread, no descriptor, no shared memory, no child."""
+
+from __future__ import annotations
+
+import gc
+import os
+import threading
+from collections.abc import Iterator
+
+import pytest
+
+from gradwire.testing.pairs import open_descriptors
+
+
+def shared_memory() -> set[str]:
+    """The segments that this process maps, by inode."""
+    with open("/proc/self/maps") as maps:
+        return {line.split()[4] for line in maps if "memfd:gradwire" in line}
+
+
+def _has_child() -> bool:
+    try:
+        os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+    except ChildProcessError:
+        return False
+    return True
+
+
+@pytest.fixture(autouse=True)
+def _leaves_nothing_behind() -> Iterator[None]:
+    gc.collect()
+    threads, descriptors, memory = set(threading.enumerate()), open_descriptors(), shared_memory()
+    children = _has_child()
+    yield
+    gc.collect()
+    assert not set(threading.enumerate()) - threads
+    assert not open_descriptors() - descriptors
+    assert not shared_memory() - memory
+    assert children or not _has_child()
