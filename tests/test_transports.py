@@ -128,7 +128,10 @@ def test_memory_ends_a_connection_to_a_listener_that_closes_before_it_accepts() 
 
 
 def test_tcp_says_what_to_do_when_it_cannot_listen_there() -> None:
-    with contextlib.closing(EpollPoller()) as poller, pytest.raises(SetupError, match="GRADWIRE_HOST"):
+    with (
+        contextlib.closing(EpollPoller()) as poller,
+        pytest.raises(SetupError, match="GRADWIRE_HOST"),
+    ):
         TcpTransport(TOKEN, host="192.0.2.1").listen(LISTENER, poller, lambda _: None)
 
 

@@ -153,6 +153,7 @@ class Agent:
         """Send an idempotent message until it is answered, or its worker is surely gone."""
         assert kind in RETRIED, f"{kind.name} must not be sent twice"
         outcome: Future[Any] = Future(None, f"{kind.name} to worker {to.name!r}")
+        outcome.expect_failure()  # whoever needs the answer looks
         self._try(outcome, to, kind, value, 0)
         return outcome
 
@@ -169,13 +170,11 @@ class Agent:
                     lambda: self._try(outcome, to, kind, value, attempt + 1),
                 )
             else:
-                outcome._seen = True  # whoever needs the answer looks; a lost one is no news
                 outcome.set_exception(error)
 
         try:
             self.request(to, kind, value, self.options.heartbeat_limit).add_done_callback(settle)
         except Exception as error:
-            outcome._seen = True
             outcome.set_exception(error)
 
     def _leave(self, peer: Peer, encoded: Encoded) -> dict[str, Any]:
@@ -196,8 +195,9 @@ class Agent:
             raise decode_exception(self.codec, payload, call.reply.buffers, by.name)
         value, decoding = self.codec.decode(payload, call.reply.buffers)
         call.reply = None  # the memory belongs to the value's tensors from now on
-        for interceptor in self.interceptors:
-            interceptor.answered(by, decoding.tensors, tags or {})
+        if tags:
+            for interceptor in self.interceptors:
+                interceptor.answered(by, decoding.tensors, tags)
         return value, decoding.unsettled
 
     def _complete(self, call: OpenCall) -> None:
@@ -207,7 +207,8 @@ class Agent:
         try:
             value, unsettled = self._open_reply(call)
         except BaseException as error:
-            future.set_exception(error)
+            # Where it was unpacked tells nothing, and would tie the error to this frame.
+            future.set_exception(error.with_traceback(None))
             return
         if not unsettled:
             future.set_result(value)

@@ -138,10 +138,19 @@ class _Run:
         self.fail = fail
         self.tensors: list[torch.Tensor] = []
 
+    def _succeed(self, result: Any) -> None:
+        begun, self.begun = self.begun, None
+        self.deliver(begun, result)
+
+    def _fail(self, error: BaseException) -> None:
+        # The error's traceback leads to this object: it must not lead on to who keeps the error.
+        begun, self.begun = self.begun, None
+        self.fail(begun, error)
+
     def start_later(self, error: BaseException | None) -> None:
         """Start on a thread of the crew, now that the arguments are ready."""
         if error is not None:
-            self.fail(self.begun, error)
+            self._fail(error)
         else:
             self.agent.executor.submit(lambda: self.agent.run_in_context(self.start))
 
@@ -155,7 +164,7 @@ class _Run:
             else:
                 self._run()
         except BaseException as error:
-            self.fail(self.begun, error)
+            self._fail(error)
 
     def _run(self) -> None:
         result = self.func(*self.args, **self.kwargs)
@@ -163,7 +172,7 @@ class _Run:
         if isinstance(result, Deferred):
             result = result.future
         elif not hasattr(self.func, ASYNC_MARK):
-            self.deliver(self.begun, result)
+            self._succeed(result)
             return
         if not isinstance(result, torch._C.Future):
             raise TypeError(
@@ -176,6 +185,6 @@ class _Run:
         try:
             value = future.wait()
         except BaseException as error:
-            self.fail(self.begun, error)
+            self._fail(error)
         else:
-            self.deliver(self.begun, value)
+            self._succeed(value)

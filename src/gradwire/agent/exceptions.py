@@ -23,10 +23,8 @@ def encode_exception(codec: Codec, error: BaseException, where: str) -> Encoded:
     trace = "".join(traceback.format_exception(type(error), error, error.__traceback__))
     name = f"{type(error).__module__}.{type(error).__qualname__}"
     summary = (name, _text(error), f"{where}\n\n{trace}")
-    for parts in (
-        (type(error), error.args, dict(error.__dict__)),
-        (type(error), _sendable(error.args), {}),
-    ):
+    args = _arguments(error)
+    for parts in ((type(error), args, dict(error.__dict__)), (type(error), _sendable(args), {})):
         try:
             inner = codec.encode(parts)
         except Exception:
@@ -34,6 +32,15 @@ def encode_exception(codec: Codec, error: BaseException, where: str) -> Encoded:
         # A pickle within a pickle: the summary can be read even where the class is unknown.
         return Encoded(codec.encode((summary, inner.payload)).payload, inner.buffers, [])
     return codec.encode((summary, None))
+
+
+def detach(error: BaseException, where: str) -> BaseException:
+    """The exception with its traceback as text, so that it can be kept: a traceback holds on to
+    the frames of everything that was being done, and to all their variables."""
+    trace = "".join(traceback.format_exception(type(error), error, error.__traceback__))
+    error.__traceback__ = error.__context__ = None
+    error.__cause__ = RemoteTraceback(f"{where}\n\n{trace}")
+    return error
 
 
 def decode_exception(
@@ -46,6 +53,8 @@ def decode_exception(
         try:
             decoded, _ = codec.decode(parts, buffers)
             error = _rebuild(*decoded)
+            if not isinstance(error, Exception):
+                error = None  # a remote exit or interrupt is not meant for this process
         except Exception:
             error = None  # its class is unknown here, or does not let itself be rebuilt
     if error is None:
@@ -54,8 +63,23 @@ def decode_exception(
     return error
 
 
+def _is_plain(kind: type[BaseException]) -> bool:
+    """Whether calling the class with its arguments is how to rebuild an exception."""
+    return kind.__init__ in _PLAIN_INITS and kind.__new__ in _PLAIN_NEWS
+
+
+def _arguments(error: BaseException) -> tuple[Any, ...]:
+    if _is_plain(type(error)):
+        # OSError, for one, has more arguments than it shows in `args`.
+        reduced = error.__reduce__()
+        if isinstance(reduced, tuple) and reduced[0] is type(error):
+            args: tuple[Any, ...] = reduced[1]
+            return args
+    return error.args
+
+
 def _rebuild(kind: type[BaseException], args: tuple[Any, ...], state: dict[str, Any]) -> Any:
-    if kind.__init__ in _PLAIN_INITS and kind.__new__ in _PLAIN_NEWS:
+    if _is_plain(kind):
         error = kind(*args)  # builtins keep part of their state where only they can put it
     else:
         error = kind.__new__(kind, *args)

@@ -32,7 +32,7 @@ _REST_SECONDS = 10.0
 class _Member:
     """One thread of the crew."""
 
-    __slots__ = ("call", "counted", "ident")
+    __slots__ = ("call", "counted", "ident", "remainder")
 
     def __init__(self) -> None:
         self.ident = 0
@@ -41,6 +41,8 @@ class _Member:
         self.call.acquire()
         #: Whether it runs a user function without being the leader.
         self.counted = False
+        #: What the next leader takes up should this one lose the lead half way.
+        self.remainder: Callable[[], None] | None = None
 
 
 class Executor:
@@ -61,8 +63,6 @@ class Executor:
         self._counted = 0
         self._backlog: deque[Callable[[], None]] = deque()
         self._stopped = False
-        #: What the next leader takes up when the present one loses the lead half way.
-        self.remainder: Callable[[], None] | None = None
         #: Called when there is work after a pause; see `Clock`.
         self.wake_watch: Callable[[], None] = lambda: None
         self.unwatched = True
@@ -98,6 +98,10 @@ class Executor:
     def leads(self) -> bool:
         """Whether the calling thread still has the lead."""
         return self._leader == get_ident()
+
+    def leave_behind(self, remainder: Callable[[], None] | None) -> None:
+        """Say what the next leader must take up if this thread loses the lead from here on."""
+        self._members[get_ident()].remainder = remainder
 
     def run(self, work: Callable[[], None]) -> None:
         """Run a user function here and now, or when there is room for it. For the leader."""
@@ -153,9 +157,8 @@ class Executor:
         if count:
             member.counted = True
             self._counted += 1
-        if self.remainder is not None:
-            self._poller.post(self.remainder)
-            self.remainder = None
+        if member.remainder is not None:
+            self._poller.post(member.remainder)
         self._appoint()
 
     def _appoint(self) -> None:
@@ -204,7 +207,7 @@ class Executor:
                     self._finish(member)
                     return True
                 self._busy = False
-                self.remainder = None
+                member.remainder = None
             callback = poller.next()
             if callback is None:
                 continue
@@ -229,7 +232,7 @@ class Executor:
             self._poller.post(self._run_backlog)
 
     def _run_backlog(self) -> None:
-        self.remainder = self._run_backlog
+        self.leave_behind(self._run_backlog)
         while self._counted < self._limit and self.leads():
             try:
                 work = self._backlog.popleft()

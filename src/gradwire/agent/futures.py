@@ -38,8 +38,7 @@ class Future(torch.futures.Future, Generic[T]):  # type: ignore[type-arg]
     """
 
     _waiting: Waiting | None
-    _error: BaseException | None = None
-    _seen = False
+    _failure: _Failure | None = None
 
     def __init__(self, waiting: Waiting | None = None, name: str = "a call"):
         super().__init__()
@@ -54,20 +53,23 @@ class Future(torch.futures.Future, Generic[T]):  # type: ignore[type-arg]
 
     def set_exception(self, result: BaseException) -> None:
         """Complete the future with an error."""
-        self._error = result
+        self._failure = _Failure(result)
         # C++ callers, `torch.futures.wait_all` among them, look at the value through this too.
-        self._set_unwrap_func(self._raise)
+        self._set_unwrap_func(self._failure.raise_it)
         self.set_result(result)
-
-    def _raise(self, _value: object) -> None:
-        self._seen = True
-        assert self._error is not None
-        raise self._error
 
     def exception(self) -> BaseException | None:
         """The error of a future that is done; None when it has a value."""
-        self._seen = True
-        return self._error
+        if self._failure is None:
+            return None
+        self._failure.seen = True
+        return self._failure.error
+
+    def expect_failure(self) -> None:
+        """Do not log an error of this future that nobody looks at."""
+        self._quiet = True
+
+    _quiet = False
 
     def then(self, callback: Callable[[Future[T]], S]) -> Future[S]:
         """A future of what `callback` makes of this one, once it is done. The callback sees the
@@ -119,13 +121,29 @@ class Future(torch.futures.Future, Generic[T]):  # type: ignore[type-arg]
         return cast(T, super().wait())
 
     def __del__(self) -> None:
-        if self._error is not None and not self._seen:
+        failure = self._failure
+        if failure is not None and not failure.seen and not self._quiet:
             logger.error(
                 "%s failed, and nobody looked at its result: %r",
                 self._name,
-                self._error,
-                exc_info=self._error,
+                failure.error,
+                exc_info=failure.error,
             )
+
+
+class _Failure:
+    """The error of a future, and whether anybody has looked at it. A thing of its own, because
+    torch holds on to it in a way the garbage collector does not see."""
+
+    __slots__ = ("error", "seen")
+
+    def __init__(self, error: BaseException):
+        self.error = error
+        self.seen = False
+
+    def raise_it(self, _value: object) -> None:
+        self.seen = True
+        raise self.error
 
 
 class _Relay:

@@ -34,4 +34,4 @@ class Interceptor:
         """The result is about to leave."""
 
     def answered(self, by: WorkerInfo, tensors: Sequence[Tensor], tags: Tags) -> None:
-        """The result has arrived; nobody has seen it yet."""
+        """A result that was tagged has arrived; nobody has seen it yet."""

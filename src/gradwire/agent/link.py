@@ -37,6 +37,7 @@ class OpenCall:
     __slots__ = (
         "deadline",
         "error",
+        "finished",
         "future",
         "gate",
         "id",
@@ -60,6 +61,8 @@ class OpenCall:
         self.link: Link | None = None
         self.reply: Frame | None = None
         self.error: CallError | None = None
+        #: The reply or the error is here, and the future, if there is one, has it.
+        self.finished = False
         #: What threads wait at while another one reads; opened when the call is settled.
         self.gate: threading.Lock | None = None
 
@@ -67,10 +70,11 @@ class OpenCall:
     def name(self) -> str:
         return self.subject if isinstance(self.subject, str) else call_name(self.subject)
 
-    def settled(self) -> bool:
-        if self.future is not None:
-            return self.future.done()
-        return self.reply is not None or self.error is not None
+    def finish(self) -> None:
+        """Let those who wait for it go on."""
+        self.finished = True
+        self.future = None  # it knows this call: do not leave a cycle behind
+        self.open_gate()
 
     def open_gate(self) -> None:
         gate = self.gate
@@ -185,11 +189,11 @@ class Link:
 
     def wait(self, call: OpenCall) -> None:
         """Return when a call is settled; this thread reads its answer where that is possible."""
-        if call.settled():
+        if call.finished:
             return
         aside = self._executor.step_aside()
         try:
-            while not call.settled():
+            while not call.finished:
                 if call.id in self._open and self.connection.begin_reading():
                     self._read_answer_of(call)
                 else:
@@ -230,7 +234,7 @@ class Link:
             if call.gate is None:
                 call.gate = threading.Lock()
                 call.gate.acquire()
-        if call.settled():
+        if call.finished:
             return
         # Once it is taken, whoever took it opens the gate, so no deadline is needed.
         taken = call.id not in self._open
@@ -258,33 +262,41 @@ class Link:
                 self.farewell |= kind == Kind.FAREWELL
                 continue
             call.reply = frame
-            if call is mine:
-                found = True
-            elif call.future is None:
-                call.open_gate()
-            else:
+            found |= call is mine
+            if call.future is None:
+                call.finish()
+            elif call is not mine:
                 self._answered.append(call)
         return found
 
     def _on_readable(self) -> None:
         """The leader's turn to read."""
         self._armed = False
-        if self.connection.begin_reading():
-            try:
-                self._receive(None)
-            finally:
-                self.connection.end_reading()
-        self._complete_answered()
+        if not self.connection.begin_reading():
+            return  # whoever reads will arm, or ask for somebody to
+        try:
+            self._receive(None)
+        finally:
+            self.connection.end_reading()
+        if self._executor.leads():
+            self._complete_answered()
+        else:
+            self._executor.post(self._complete_answered)
 
     def _complete_answered(self) -> None:
-        self._executor.remainder = self._complete_answered
-        while self._answered and self._executor.leads():
+        """Complete futures as long as this thread leads; the next leader goes on."""
+        executor = self._executor
+        while self._answered:
+            executor.leave_behind(self._complete_answered)
             try:
                 call = self._answered.popleft()
             except IndexError:
                 break
             self._finish(call)
-        if self._executor.leads() and self._open and not self._armed and not self._caller_reads:
+            if not executor.leads():
+                return
+        executor.leave_behind(None)
+        if self._open and not self._armed and not self._caller_reads:
             self._arm()
 
     def _finish(self, call: OpenCall) -> None:
@@ -292,7 +304,7 @@ class Link:
         try:
             self._complete(call)
         finally:
-            call.open_gate()
+            call.finish()
 
     def _arm(self) -> None:
         self._armed = True
@@ -360,7 +372,7 @@ class Link:
             return
         call.error = make_error()
         if call.future is None:
-            call.open_gate()
+            call.finish()
         else:
             self._answered.append(call)
             self._executor.post(self._complete_answered)

@@ -95,25 +95,35 @@ class Service:
         connection.arm()
 
     def _on_readable(self) -> None:
+        """Read, and serve what was read, as long as this thread leads. The next leader goes on
+        where it stops."""
         executor = self.agent.executor
-        if self._connection.begin_reading():
+        if not self._connection.begin_reading():
+            return  # whoever reads will go on, or ask for somebody to
+        try:
+            self._inbox.extend(self._connection.receive())
+        except ConnectionClosed:
+            self.close()
+        finally:
+            self._connection.end_reading()
+        if executor.leads():
+            self._serve_inbox()
+        else:
+            executor.post(self._serve_inbox)
+
+    def _serve_inbox(self) -> None:
+        executor = self.agent.executor
+        while self._inbox:
+            executor.leave_behind(self._serve_inbox)
             try:
-                self._inbox.extend(self._connection.receive())
-            except ConnectionClosed:
-                self.close()
-            finally:
-                self._connection.end_reading()
-        executor.remainder = self._on_readable
-        inbox = self._inbox
-        while inbox and executor.leads():
-            try:
-                frame = inbox.popleft()
+                frame = self._inbox.popleft()
             except IndexError:
                 break
             self._serve(frame)
-            executor.remainder = self._on_readable
-        if executor.leads():
-            self._connection.arm()
+            if not executor.leads():
+                return
+        executor.leave_behind(None)
+        self._connection.arm()
 
     def _serve(self, frame: Frame) -> None:
         kind, call_id, tags, payload = unpack(frame.head)

@@ -25,6 +25,7 @@ from typing import Any
 
 from gradwire.agent.agent import Agent
 from gradwire.agent.calls import ASYNC_MARK, Calls, Deferred
+from gradwire.agent.exceptions import detach
 from gradwire.agent.futures import Future
 from gradwire.agent.peers import Peer
 from gradwire.agent.service import Request
@@ -86,7 +87,7 @@ class Refs:
             rref._set_up(self, id, self.me, owned, 0, None)
         created = self._agent.call_async(to, Kind.PYTHON_REMOTE_CALL, func, encoded, timeout)
         # Its error comes to light when the value is asked for.
-        created._seen = True
+        created.expect_failure()
         if to.info.id != self.me.id:
             rref._set_up(self, id, to.info, None, fork, created)
         return rref
@@ -104,7 +105,7 @@ class Refs:
             request.answer(None)
 
         def fail(owned: Owned, error: BaseException) -> None:
-            owned.set_error(error)
+            owned.set_error(detach(error, f"remote() to worker {self.me.name!r} raised:"))
             request.answer(None)
 
         self._calls.serve_function(request, begin, deliver, fail)

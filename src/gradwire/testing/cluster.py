@@ -11,7 +11,21 @@ from gradwire.agent.roster import LocalRoster
 from gradwire.config import Options
 from gradwire.transport.base import Transport
 from gradwire.transport.memory import MemoryNetwork
+from gradwire.transport.tcp import TcpTransport
 from gradwire.worker import Worker
+
+
+def transports_named(name: str, token: bytes = b"a cluster's secret") -> list[Transport]:
+    """The transport of that name, to be shared by the workers of a cluster."""
+    if name == "memory":
+        return [MemoryNetwork()]
+    if name == "tcp":
+        return [TcpTransport(token)]
+    if name == "unix":
+        from gradwire.transport.unix import UnixTransport
+
+        return [UnixTransport(token)]
+    raise ValueError(f"no transport is called {name!r}")
 
 
 @contextmanager

@@ -74,10 +74,12 @@ def drive(poller: Poller, done: Callable[[], object], what: str = "what was expe
 
 def settle(poller: Poller) -> None:
     """Run the callbacks that are due by now. Never blocks."""
-    for _ in range(2):  # a poller may answer the first wake before it has looked at the sockets
+    while True:
         poller.wake()
-        while (callback := poller.next()) is not None:
-            callback()
+        callback = poller.next()
+        if callback is None:
+            return
+        callback()
 
 
 @contextlib.contextmanager

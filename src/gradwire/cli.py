@@ -1,0 +1,83 @@
+"""The `gradwire` command.
+
+    gradwire run -n 4 train.py --epochs 3      start four workers on this machine
+    gradwire bench rpc                         measure gradwire against torch's RPC
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+from collections.abc import Sequence
+
+from gradwire import launch
+from gradwire._version import __version__
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command with these arguments, or those of the process; returns its exit code.
+
+    >>> main(["run", "-n", "2", "train.py"])      # doctest: +SKIP
+    0
+    """
+    parser = _parser()
+    options = parser.parse_args(arguments)
+    if options.action == "run":
+        return _run(parser, options)
+    # Imported here: starting workers does not need it.
+    from gradwire import bench
+
+    return bench.main(options.suite, options.rounds, options.quick, options.json)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser("gradwire", description="RPC for PyTorch workers.")
+    parser.add_argument("--version", action="version", version=f"gradwire {__version__}")
+    actions = parser.add_subparsers(dest="action", required=True, metavar="run | bench")
+
+    run = actions.add_parser(
+        "run",
+        help="start workers on this machine",
+        description="Start N workers of a program on this machine. Each finds its rank in $RANK; "
+        "gradwire.rpc.init_rpc(name) needs to be told nothing else.",
+        usage="gradwire run -n N [--grace SECONDS] [--] (script.py | -m module) [arguments...]",
+    )
+    run.add_argument("-n", "--workers", type=_at_least_one, required=True, metavar="N")
+    run.add_argument(
+        "--grace",
+        type=float,
+        default=launch.GRACE_SECONDS,
+        metavar="SECONDS",
+        help="how long workers may take to end once one has failed (default: %(default)g)",
+    )
+    run.add_argument("-m", dest="is_module", action="store_true", help="the program is a module")
+    run.add_argument("command", nargs=argparse.REMAINDER, help="the program and its arguments")
+
+    bench = actions.add_parser("bench", help="measure gradwire against torch")
+    bench.add_argument("suite", choices=["rpc"])
+    bench.add_argument("--rounds", type=_at_least_one, default=5, metavar="R")
+    bench.add_argument("--quick", action="store_true", help="few calls: a trial, not a measurement")
+    bench.add_argument("--json", metavar="FILE", help="write every sample to this file")
+    return parser
+
+
+def _run(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
+    command: list[str] = options.command
+    if command[:1] == ["--"]:
+        command = command[1:]
+    if command[:1] == ["-m"]:
+        options.is_module, command = True, command[1:]
+    if not command:
+        parser.error("run: say which script to run, or -m and which module")
+    if options.is_module:
+        command = ["-m", *command]
+    elif not os.path.exists(command[0]):
+        parser.error(f"run: there is no script {command[0]!r}")
+    return launch.run(command, options.workers, options.grace)
+
+
+def _at_least_one(text: str) -> int:
+    number = int(text)
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"must be at least 1, not {number}")
+    return number

@@ -1,0 +1,538 @@
+"""Calls between workers of one process, over every transport."""
+
+from __future__ import annotations
+
+import asyncio
+import contextvars
+import gc
+import logging
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from gradwire import rpc
+from gradwire.agent.interceptors import Interceptor
+from gradwire.errors import (
+    CallTimeout,
+    EncodingError,
+    NotInitializedError,
+    RemoteError,
+    RemoteTraceback,
+    UnknownWorkerError,
+)
+from gradwire.testing import cluster
+from gradwire.testing.cluster import transports_named
+from gradwire.worker import Worker
+
+TIMEOUT = 30.0
+
+
+@pytest.fixture(params=["memory", "unix", "tcp"])
+def pair(request: pytest.FixtureRequest) -> Iterator[list[Worker]]:
+    with cluster(2, transports=transports_named(request.param)) as workers:
+        yield workers
+
+
+@pytest.fixture
+def memory_pair() -> Iterator[list[Worker]]:
+    with cluster(2) as workers:
+        yield workers
+
+
+# -- what can be called
+
+
+class Counter:
+    def __init__(self, start: int = 0):
+        self.count = start
+
+    def add(self, amount: int) -> int:
+        self.count += amount
+        return self.count
+
+    @staticmethod
+    def double(x: int) -> int:
+        return 2 * x
+
+    @classmethod
+    def create(cls, start: int) -> Counter:
+        return cls(start)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Counter) and other.count == self.count
+
+    def __hash__(self) -> int:
+        return hash(self.count)
+
+
+def keywords(a: int, *, b: int = 2, **rest: int) -> tuple[int, int, dict[str, int]]:
+    return a, b, rest
+
+
+def test_functions_classes_methods_and_operators_can_be_called(pair: list[Worker]) -> None:
+    worker = pair[0]
+    x = torch.arange(4.0)
+    assert worker.rpc_sync("worker1", keywords, (1,), {"b": 3, "c": 4}) == (1, 3, {"c": 4})
+    assert worker.rpc_sync("worker1", Counter, (5,)) == Counter(5)
+    assert worker.rpc_sync("worker1", Counter(1).add, (2,)) == 3
+    assert worker.rpc_sync("worker1", Counter.double, (4,)) == 8
+    assert worker.rpc_sync("worker1", Counter.create, (7,)) == Counter(7)
+    assert torch.equal(worker.rpc_sync("worker1", torch.add, (x, x)), x + x)
+    assert torch.equal(worker.rpc_sync("worker1", torch.ops.aten.mul.Tensor, (x, x)), x * x)
+    assert torch.equal(worker.rpc_sync("worker1", torch.Tensor.sum, (x,)), x.sum())
+    assert worker.rpc_sync("worker1", max, (1, 2)) == 2
+
+
+def test_workers_are_addressed_by_name_id_or_info(memory_pair: list[Worker]) -> None:
+    worker = memory_pair[0]
+    for to in ("worker1", 1, worker.worker_info("worker1")):
+        assert worker.rpc_sync(to, whoami) == "worker1"
+    assert worker.worker_info() == worker.info
+    assert [info.id for info in worker.worker_infos()] == [0, 1]
+
+
+def whoami() -> str:
+    return rpc.get_worker_info().name
+
+
+def test_a_worker_can_call_itself(pair: list[Worker]) -> None:
+    assert pair[0].rpc_sync("worker0", whoami) == "worker0"
+    assert pair[0].rpc_async(0, whoami).wait() == "worker0"
+    mine = torch.zeros(3)
+    pair[0].rpc_sync("worker0", torch.Tensor.add_, (mine, 1))
+    assert torch.equal(mine, torch.zeros(3)), "arguments are copies, also at home"
+
+
+def test_unknown_workers_are_named_with_those_there_are(memory_pair: list[Worker]) -> None:
+    with pytest.raises(UnknownWorkerError, match=r"'nobody'.*worker0, worker1"):
+        memory_pair[0].rpc_sync("nobody", whoami)
+
+
+def test_without_a_worker_there_is_a_clear_error() -> None:
+    with pytest.raises(NotInitializedError, match="init_rpc"):
+        rpc.rpc_sync("worker1", whoami)
+
+
+def test_inside_its_block_a_worker_is_the_current_one() -> None:
+    with cluster(2) as (a, b):
+        token_a = a.__enter__
+        assert token_a is not None
+        context = contextvars.copy_context()
+        from gradwire import current
+
+        context.run(current.enter, b)
+        assert context.run(rpc.rpc_sync, "worker0", whoami) == "worker0"
+        assert context.run(rpc.get_worker_info) == b.info
+
+
+# -- large and small values
+
+
+def echo(value: Any) -> Any:
+    return value
+
+
+@pytest.mark.parametrize("size", [0, 1, 2000, 9000, 40_000, 300_000, 3_000_000])
+def test_tensors_of_any_size_go_there_and_back(pair: list[Worker], size: int) -> None:
+    sent = torch.arange(size, dtype=torch.float32)
+    for _ in range(3):
+        got = pair[0].rpc_sync("worker1", echo, (sent,))
+        assert torch.equal(got, sent)
+    got += 1
+    assert torch.equal(sent, torch.arange(size, dtype=torch.float32))
+
+
+def test_large_values_without_tensors_travel_too(pair: list[Worker]) -> None:
+    value = {"bytes": bytes(range(256)) * 40_000, "list": list(range(50_000))}
+    assert pair[0].rpc_sync("worker1", echo, (value,)) == value
+
+
+def test_many_tensors_in_one_call(pair: list[Worker]) -> None:
+    sent = [torch.full((n,), float(n)) for n in range(0, 40_000, 500)]
+    got = pair[0].rpc_sync("worker1", echo, (sent,))
+    assert all(torch.equal(a, b) for a, b in zip(sent, got, strict=True))
+
+
+def test_a_result_can_be_kept_while_others_come(pair: list[Worker]) -> None:
+    kept = [pair[0].rpc_sync("worker1", torch.full, ((50_000,), float(n))) for n in range(20)]
+    assert [t[0].item() for t in kept] == [float(n) for n in range(20)]
+    assert all(bool((t == t[0]).all()) for t in kept)
+
+
+def test_what_cannot_be_sent_is_named(memory_pair: list[Worker]) -> None:
+    worker = memory_pair[0]
+    with pytest.raises(EncodingError, match="argument 1 of echo"):
+        worker.rpc_sync("worker1", echo, (1, lambda: 2))
+    with pytest.raises(EncodingError, match="argument 'value' of echo.*generator"):
+        worker.rpc_async("worker1", echo, (), {"value": (i for i in range(3))})
+    with pytest.raises(EncodingError, match="the function .*lambda.*closures=True"):
+        worker.remote("worker1", lambda: 1)
+    assert worker.rpc_sync("worker1", echo, (3,)) == 3
+
+
+def test_a_result_that_cannot_be_sent_is_the_callers_error(memory_pair: list[Worker]) -> None:
+    with pytest.raises(Exception, match=r"pickle|lock") as caught:
+        memory_pair[0].rpc_sync("worker1", threading.Lock)
+    assert "sending the result on worker" in str(caught.value.__cause__)
+
+
+# -- errors
+
+
+class OddError(Exception):
+    def __init__(self, code: int, *, reason: str):
+        super().__init__(f"code {code}: {reason}")
+        self.code = code
+        self.reason = reason
+
+
+def raise_odd() -> None:
+    raise OddError(7, reason="odd")
+
+
+def raise_local() -> None:
+    class LocalError(Exception):
+        pass
+
+    raise LocalError("from within")
+
+
+def raise_os_error() -> None:
+    raise FileNotFoundError(2, "no such thing", "a-file")
+
+
+def leave_the_interpreter() -> None:
+    raise SystemExit(3)
+
+
+def test_the_original_exception_comes_back(pair: list[Worker]) -> None:
+    with pytest.raises(OddError, match="code 7: odd") as caught:
+        pair[0].rpc_sync("worker1", raise_odd)
+    assert (caught.value.code, caught.value.reason) == (7, "odd")
+    cause = caught.value.__cause__
+    assert isinstance(cause, RemoteTraceback)
+    assert "raise OddError(7" in str(cause)
+    assert 'raise_odd on worker "worker1"' in str(cause)
+    with pytest.raises(FileNotFoundError) as missing:
+        pair[0].rpc_async("worker1", raise_os_error).wait()
+    assert (missing.value.errno, missing.value.filename) == (2, "a-file")
+
+
+def test_exceptions_unknown_here_keep_their_text(memory_pair: list[Worker]) -> None:
+    with pytest.raises(RemoteError, match="LocalError: from within"):
+        memory_pair[0].rpc_sync("worker1", raise_local)
+
+
+def test_a_remote_exit_does_not_end_the_caller(memory_pair: list[Worker]) -> None:
+    with pytest.raises(RemoteError, match="SystemExit"):
+        memory_pair[0].rpc_sync("worker1", leave_the_interpreter)
+    assert memory_pair[0].rpc_sync("worker1", whoami) == "worker1"
+
+
+class Listening(logging.Handler):
+    """Collects what gradwire logs, and says when there is something."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.ERROR)
+        self.messages: list[str] = []
+        self.heard = threading.Event()
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.messages.append(record.getMessage())
+        self.heard.set()
+
+
+@pytest.fixture
+def log() -> Iterator[Listening]:
+    listening = Listening()
+    logger = logging.getLogger("gradwire")
+    logger.addHandler(listening)
+    yield listening
+    logger.removeHandler(listening)
+
+
+def test_an_error_nobody_looked_at_is_logged_once(
+    memory_pair: list[Worker], log: Listening
+) -> None:
+    memory_pair[0].rpc_async("worker1", raise_odd)
+    assert log.heard.wait(TIMEOUT)
+    assert memory_pair[0].rpc_async("worker1", whoami).wait() == "worker1"
+    gc.collect()
+    assert len(log.messages) == 1
+    assert "raise_odd on worker 'worker1' failed, and nobody looked" in log.messages[0]
+
+
+def test_a_remote_value_that_failed_and_was_never_fetched_is_logged_once(
+    memory_pair: list[Worker], log: Listening
+) -> None:
+    memory_pair[0].remote("worker1", raise_odd)
+    assert log.heard.wait(TIMEOUT)
+    assert len(log.messages) == 1
+
+
+def test_an_error_that_was_looked_at_is_not_logged(
+    memory_pair: list[Worker], log: Listening
+) -> None:
+    for look in (lambda f: f.wait(), lambda f: f.value(), lambda f: torch.futures.wait_all([f])):
+        future = memory_pair[0].rpc_async("worker1", raise_odd)
+        until_done(future)
+        with pytest.raises(OddError):
+            look(future)
+        del future
+    gc.collect()
+    assert not log.messages
+
+
+def until_done(future: Any) -> None:
+    done = threading.Event()
+    future.add_done_callback(lambda _: done.set())
+    assert done.wait(TIMEOUT)
+
+
+# -- deadlines
+
+
+def wait_for_event(name: str) -> bool:
+    return EVENTS[name].wait(TIMEOUT)
+
+
+EVENTS: dict[str, threading.Event] = {}
+
+
+def test_a_call_ends_at_its_deadline(pair: list[Worker]) -> None:
+    EVENTS["deadline"] = threading.Event()
+    try:
+        with pytest.raises(CallTimeout, match=r"wait_for_event on worker 'worker1'.*50 ms") as late:
+            pair[0].rpc_sync("worker1", wait_for_event, ("deadline",), timeout=0.05)
+        assert late.value.may_have_run
+        assert isinstance(late.value, TimeoutError)
+        future = pair[0].rpc_async("worker1", wait_for_event, ("deadline",), timeout=0.05)
+        with pytest.raises(CallTimeout):
+            future.wait()
+        future = pair[0].rpc_async("worker1", wait_for_event, ("deadline",), timeout=0.05)
+        until_done(future)  # also when nobody waits for it
+        assert isinstance(future.exception(), CallTimeout)
+    finally:
+        EVENTS["deadline"].set()
+
+
+def test_timeout_zero_means_no_deadline(memory_pair: list[Worker]) -> None:
+    assert memory_pair[0].rpc_sync("worker1", whoami, timeout=0) == "worker1"
+
+
+# -- concurrency
+
+
+def bounce(depth: int) -> int:
+    if depth == 0:
+        return 0
+    other = 1 - rpc.get_worker_info().id
+    return 1 + int(rpc.rpc_sync(f"worker{other}", bounce, args=(depth - 1,)))
+
+
+def test_calls_nest_200_deep(pair: list[Worker]) -> None:
+    assert pair[0].rpc_sync("worker1", bounce, (200,)) == 200
+
+
+def test_64_threads_with_nested_calls_finish(pair: list[Worker]) -> None:
+    results: list[int] = []
+
+    def caller() -> None:
+        for depth in (1, 5, 9):
+            results.append(pair[0].rpc_sync("worker1", bounce, (depth,)))
+
+    threads = [threading.Thread(target=caller) for _ in range(64)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(TIMEOUT)
+    assert sorted(results) == sorted([1, 5, 9] * 64)
+
+
+def test_a_blocked_function_does_not_hold_up_others(pair: list[Worker]) -> None:
+    EVENTS["gate"] = threading.Event()
+    blocked = [pair[0].rpc_async("worker1", wait_for_event, ("gate",)) for _ in range(8)]
+    assert pair[0].rpc_sync("worker1", whoami) == "worker1"
+    pair[0].rpc_sync("worker1", set_event, ("gate",))
+    assert all(future.wait() for future in blocked)
+
+
+def set_event(name: str) -> None:
+    EVENTS[name].set()
+
+
+def test_no_more_functions_run_at_a_time_than_the_options_say() -> None:
+    EVENTS["limit"] = threading.Event()
+    with cluster(2, options=rpc.Options(num_worker_threads=3)) as (a, b):
+        running = [a.rpc_async("worker1", wait_for_event, ("limit",)) for _ in range(3)]
+        late = a.rpc_async("worker1", whoami)
+        with pytest.raises(CallTimeout):
+            a.rpc_sync("worker1", whoami, timeout=0.2)
+        assert not late.done()
+        EVENTS["limit"].set()
+        assert late.wait() == "worker1"
+        assert all(future.wait() for future in running)
+
+
+def test_functions_that_wait_for_others_do_not_count() -> None:
+    with cluster(2, options=rpc.Options(num_worker_threads=1)) as (a, _):
+        assert a.rpc_sync("worker1", bounce, (20,)) == 20
+
+
+def test_100_workers_in_one_process_call_each_other() -> None:
+    with cluster(100) as workers:
+        futures = [
+            worker.rpc_async((worker.id + step) % 100, whoami)
+            for worker in workers
+            for step in (1, 7, 50)
+        ]
+        names = [future.wait() for future in futures]
+    expected = [f"worker{(n + step) % 100}" for n in range(100) for step in (1, 7, 50)]
+    assert names == expected
+
+
+# -- futures
+
+
+def test_futures_chain_and_keep_exception_types(memory_pair: list[Worker]) -> None:
+    worker = memory_pair[0]
+    chained = worker.rpc_async("worker1", max, (1, 2)).then(lambda f: f.wait() + 1)
+    assert chained.then(lambda f: f.value() * 10).wait() == 30
+    failed = worker.rpc_async("worker1", raise_odd).then(lambda f: f.wait())
+    with pytest.raises(OddError):
+        failed.wait()
+
+
+def test_futures_work_with_torchs_functions(memory_pair: list[Worker]) -> None:
+    futures = [memory_pair[0].rpc_async("worker1", max, (n, 0)) for n in range(5)]
+    assert torch.futures.wait_all(futures) == [0, 1, 2, 3, 4]
+    with pytest.raises(OddError):
+        torch.futures.wait_all([*futures, memory_pair[0].rpc_async("worker1", raise_odd)])
+
+
+def test_futures_can_be_awaited(pair: list[Worker]) -> None:
+    async def main() -> list[int]:
+        futures = [pair[0].rpc_async("worker1", max, (n, 0)) for n in range(10)]
+        with pytest.raises(OddError):
+            await pair[0].rpc_async("worker1", raise_odd)
+        return [await future for future in futures]
+
+    assert asyncio.run(main()) == list(range(10))
+
+
+def test_callbacks_see_the_context_they_were_added_in(memory_pair: list[Worker]) -> None:
+    variable: contextvars.ContextVar[str] = contextvars.ContextVar("variable", default="outside")
+    variable.set("inside")
+    future = memory_pair[0].rpc_async("worker1", whoami).then(lambda _: variable.get())
+    variable.set("later")
+    assert future.wait() == "inside"
+
+
+def test_callbacks_may_call_and_wait(pair: list[Worker]) -> None:
+    worker = pair[0]
+
+    def call_again(future: rpc.Future[str]) -> str:
+        return future.wait() + worker.rpc_sync("worker1", whoami)
+
+    futures = [worker.rpc_async("worker1", whoami).then(call_again) for _ in range(20)]
+    assert [future.wait() for future in futures] == ["worker1worker1"] * 20
+
+
+def test_several_threads_wait_for_one_future(pair: list[Worker]) -> None:
+    EVENTS["many"] = threading.Event()
+    future = pair[0].rpc_async("worker1", wait_for_event, ("many",))
+    results: list[bool] = []
+    threads = [threading.Thread(target=lambda: results.append(future.wait())) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    EVENTS["many"].set()
+    for thread in threads:
+        thread.join(TIMEOUT)
+    assert results == [True] * 8
+
+
+# -- functions that return futures
+
+
+@rpc.functions.async_execution
+def add_elsewhere(to: str, x: int, y: int) -> rpc.Future[int]:
+    return rpc.rpc_async(to, max, args=(x, y)).then(lambda f: f.wait() + 100)
+
+
+@rpc.functions.async_execution
+def fails_elsewhere(to: str) -> rpc.Future[None]:
+    return rpc.rpc_async(to, raise_odd)
+
+
+@rpc.functions.async_execution
+def forgets_the_future() -> int:
+    return 3
+
+
+class AsyncMethods:
+    @staticmethod
+    @rpc.functions.async_execution
+    def static(to: str) -> rpc.Future[str]:
+        return rpc.rpc_async(to, whoami)
+
+    @rpc.functions.async_execution
+    def bound(self, to: str) -> rpc.Future[str]:
+        return rpc.rpc_async(to, whoami)
+
+
+def test_a_function_may_return_a_future_of_its_result(pair: list[Worker]) -> None:
+    worker = pair[0]
+    assert worker.rpc_sync("worker1", add_elsewhere, ("worker0", 1, 2)) == 102
+    assert worker.remote("worker1", add_elsewhere, ("worker0", 1, 2)).to_here() == 102
+    assert worker.rpc_sync("worker1", AsyncMethods.static, ("worker0",)) == "worker0"
+    methods = worker.remote("worker1", AsyncMethods)
+    assert methods.rpc_sync().bound("worker0") == "worker0"
+    assert methods.rpc_async().static("worker0").wait() == "worker0"
+    assert methods.remote().bound("worker0").to_here() == "worker0"
+    with pytest.raises(OddError):
+        worker.rpc_sync("worker1", fails_elsewhere, ("worker0",))
+    with pytest.raises(TypeError, match=r"must return a .*Future.*forgets_the_future"):
+        worker.rpc_sync("worker1", forgets_the_future)
+
+
+# -- what rides on calls
+
+
+class Postmark(Interceptor):
+    """Tags every call with the sender's name and counts tensors on the way."""
+
+    def __init__(self, name: str, log: list[str]):
+        self.name = name
+        self.log = log
+
+    def leaving(self, to: Any, tensors: Any, tags: dict[str, Any]) -> None:
+        tags["from"] = self.name
+        self.log.append(f"{self.name} sends {len(tensors)} to {to.name}")
+
+    def serving(self, request: Any, tensors: Any) -> Any:
+        self.log.append(f"{self.name} serves {len(tensors)} of {request.tags['from']}")
+        return super().serving(request, tensors)
+
+    def answering(self, request: Any, tensors: Any, tags: dict[str, Any]) -> None:
+        tags["from"] = self.name
+        self.log.append(f"{self.name} answers {len(tensors)}")
+
+    def answered(self, by: Any, tensors: Any, tags: dict[str, Any]) -> None:
+        self.log.append(f"{self.name} gets {len(tensors)} of {tags['from']}")
+
+
+def test_interceptors_see_calls_pass_on_both_sides(memory_pair: list[Worker]) -> None:
+    log: list[str] = []
+    for worker in memory_pair:
+        worker.agent.interceptors.append(Postmark(worker.name, log))
+    x = torch.ones(2)
+    memory_pair[0].rpc_sync("worker1", torch.add, (x, torch.ones(5000).sum()))
+    assert log == [
+        "worker0 sends 2 to worker1",
+        "worker1 serves 2 of worker0",
+        "worker1 answers 1",
+        "worker0 gets 1 of worker1",
+    ]
