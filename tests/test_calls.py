@@ -24,7 +24,7 @@ from gradwire.errors import (
     UnknownWorkerError,
 )
 from gradwire.testing import cluster
-from gradwire.testing.cluster import transports_named
+from gradwire.testing.workers import transports_named
 from gradwire.worker import Worker
 
 TIMEOUT = 30.0

@@ -9,11 +9,10 @@ import select
 import signal
 import socket
 import struct
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import pytest
 import torch
-from conftest import shared_memory
 
 from gradwire.errors import ConnectionClosed, SetupError
 from gradwire.testing.pairs import (
@@ -25,6 +24,7 @@ from gradwire.testing.pairs import (
     drive,
     open_descriptors,
     open_pair,
+    shared_memory,
     take,
 )
 from gradwire.testing.transports import CHECKS, CHECKS_AT_REST, Check, Open, same_bytes

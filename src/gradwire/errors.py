@@ -75,7 +75,7 @@ class RemoteError(CallError):
 
 
 class RemoteTraceback(Exception):
-    """Carries the text of a traceback from another worker; the `__cause__` of what is raised here."""
+    """The text of a traceback from another worker; the `__cause__` of what is raised here."""
 
     def __init__(self, text: str):
         super().__init__(text)

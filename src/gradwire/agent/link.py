@@ -215,6 +215,8 @@ class Link:
                 left = call.deadline - time.monotonic()
                 if self.connection.wait(None if left == FOREVER else left):
                     mine = self._receive(call)
+                    if self._answered:  # others must not wait until this thread is done
+                        self._executor.post(self._complete_answered)
                 elif left <= 0:
                     self._expire(call)
         finally:
@@ -223,8 +225,6 @@ class Link:
             # Those who came meanwhile saw that somebody reads, and count on being read for.
             if self._open:
                 self._arm()
-        if self._answered:
-            self._executor.post(self._complete_answered)
         if mine and call.future is not None:
             self._finish(call)
 

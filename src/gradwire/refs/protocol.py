@@ -120,9 +120,11 @@ class Refs:
         peer = self._agent.peers.find(rref._owner)
         encoded = self._agent.codec.encode((rref._id, rref._fork))
         try:
-            return self._agent.call_sync(
+            value = self._agent.call_sync(
                 peer, Kind.PYTHON_RREF_FETCH_CALL, "RRef.to_here()", encoded, timeout
             )
+            rref._confirmation = None  # it has the value, so it knows who wanted it
+            return value
         except CallError:
             self._check_creation(rref)  # if that failed, it is the better explanation
             raise

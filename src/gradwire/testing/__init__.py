@@ -4,6 +4,6 @@
 `transports` has the checks that every transport must pass.
 """
 
-from gradwire.testing.cluster import cluster
+from gradwire.testing.workers import cluster
 
 __all__ = ["cluster"]

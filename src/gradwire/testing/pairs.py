@@ -125,3 +125,12 @@ def open_descriptors() -> set[str]:
             with contextlib.suppress(OSError):  # the one that lists the directory
                 found.add(f"{number} -> {os.readlink(f'{place}/{number}')}")
     return found
+
+
+def shared_memory() -> set[str]:
+    """The segments that this process maps, by inode; empty where nobody can tell."""
+    place = "/proc/self/maps"
+    if not os.path.exists(place):
+        return set()
+    with open(place) as maps:
+        return {line.split()[4] for line in maps if "memfd:gradwire" in line}

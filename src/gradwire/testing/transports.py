@@ -14,6 +14,7 @@ import random
 import threading
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -29,6 +30,7 @@ from gradwire.testing.pairs import (
     take,
 )
 from gradwire.transport.base import Connection, Frame
+from gradwire.wire.tensors import DTYPES
 
 Open = Callable[[], AbstractContextManager[Pair]]
 Check = Callable[[Open], None]
@@ -42,8 +44,8 @@ SIZES = sorted(
 
 def same_bytes(arrived: Tensor, sent: Tensor) -> bool:
     """Whether a received buffer holds the elements of the one that was sent, in order."""
-    flat = sent.detach().contiguous().view(-1)
-    expected = flat.view(torch.uint8) if flat.numel() else torch.empty(0, dtype=torch.uint8)
+    flat = torch.empty(sent.shape, dtype=sent.dtype).copy_(sent.detach()).view(-1)
+    expected = flat.view(torch.uint8) if len(flat) else torch.empty(0, dtype=torch.uint8)
     return arrived.dtype is torch.uint8 and arrived.dim() == 1 and torch.equal(arrived, expected)
 
 
@@ -73,7 +75,7 @@ def _send_all(connection: Connection, frames: Iterable[Frame]) -> None:
 def _assert_arrive(pair: Pair, frames: Sequence[Frame]) -> None:
     """In both directions, one after the other."""
     for sender, receiver in ((pair.caller, pair.listener), (pair.listener, pair.caller)):
-        with Background(lambda sender=sender: _send_all(sender, frames)):  # type: ignore[misc]
+        with Background(partial(_send_all, sender, frames)):
             arrived = take(receiver, len(frames))
         _assert_same(arrived, frames)
 
@@ -152,13 +154,9 @@ def check_empty_buffers_arrive(open_pair: Open) -> None:
 
 
 def check_every_dtype_arrives(open_pair: Open) -> None:
-    dtypes = (
-        "float32 float64 float16 bfloat16 int64 int32 int16 int8 uint8 bool complex64 complex128 "
-        "complex32 uint16 uint32 uint64 float8_e4m3fn float8_e5m2"
-    ).split(" ")
     tensors = [
-        torch.arange(160 * scale).remainder(2).to(torch.uint8).view(getattr(torch, dtype))
-        for dtype in dtypes
+        torch.arange(160 * scale).remainder(2).to(torch.uint8).view(dtype)
+        for dtype in DTYPES
         for scale in (1, 1000)
     ]
     with open_pair() as pair:
@@ -182,6 +180,15 @@ def check_views_arrive_as_their_elements(open_pair: Open) -> None:
             _assert_arrive(pair, [Frame(b"views", views)])
 
 
+def check_a_nudge_arrives_in_its_place(open_pair: Open) -> None:
+    with open_pair() as pair:
+        pair.caller.send(Frame(b"before"))
+        assert pair.caller.nudge(Frame(b"nudge")), "nobody else was sending"
+        pair.caller.send(Frame(b"after"))
+        heads = [bytes(frame.head) for frame in take(pair.listener, 3)]
+        assert heads == [b"before", b"nudge", b"after"], f"out of order: {heads}"
+
+
 def check_frames_sent_before_a_close_arrive(open_pair: Open) -> None:
     frames = [Frame(b"last words", [torch.arange(50_000)]), Frame(b"and more")]
     with open_pair() as pair:
@@ -199,7 +206,7 @@ def check_sender_may_change_its_tensors(open_pair: Open) -> None:
     for size in (10, 10_000, 1_000_000):
         with open_pair() as pair:
             tensor = torch.zeros(size)
-            with Background(lambda pair=pair, size=size: _send_numbers(pair.caller, size)):  # type: ignore[misc]
+            with Background(partial(_send_numbers, pair.caller, size)):
                 arrived = take(pair.listener, 4)
             for number, frame in enumerate(arrived):
                 assert same_bytes(frame.buffers[0], tensor.fill_(number)), (
@@ -219,7 +226,7 @@ def check_receiver_may_change_its_tensors(open_pair: Open) -> None:
         tensor = torch.ones(size)
         frames = [Frame(b"", [tensor]), Frame(b"", [tensor])]
         with open_pair() as pair:
-            with Background(lambda pair=pair, frames=frames: _send_all(pair.caller, frames)):  # type: ignore[misc]
+            with Background(partial(_send_all, pair.caller, frames)):
                 first, second = take(pair.listener, 2)
             first.buffers[0].fill_(7)
             assert bool((tensor == 1).all()), "the receiver wrote to the sender's tensor"
@@ -277,9 +284,9 @@ def check_both_directions_and_many_threads_at_once(open_pair: Open) -> None:
 
     with open_pair() as pair:
         work = [
-            *(lambda end=end: read(end) for end in (pair.caller, pair.listener)),  # type: ignore[misc]
+            *(partial(read, end) for end in (pair.caller, pair.listener)),
             *(
-                lambda end=end, name=name: send(end, name)  # type: ignore[misc]
+                partial(send, end, name)
                 for end in (pair.caller, pair.listener)
                 for name in range(threads)
             ),
@@ -457,7 +464,7 @@ def check_everything_fails_after_close(open_pair: Open) -> None:
         assert _wait_once(pair.caller, PATIENCE)
         pair.caller.close()
         for frame in (Frame(b"head"), Frame(b"", [torch.arange(50_000)])):
-            _assert_closed(lambda frame=frame: pair.caller.send(frame), "send after close")  # type: ignore[misc]
+            _assert_closed(partial(pair.caller.send, frame), "send after close")
         _assert_closed(lambda: _receive_once(pair.caller), "receive after close")
         pair.caller.arm()
         pair.caller.disarm()
@@ -524,6 +531,7 @@ CHECKS: list[Check] = [
     check_empty_buffers_arrive,
     check_every_dtype_arrives,
     check_views_arrive_as_their_elements,
+    check_a_nudge_arrives_in_its_place,
     check_frames_sent_before_a_close_arrive,
     check_sender_may_change_its_tensors,
     check_receiver_may_change_its_tensors,

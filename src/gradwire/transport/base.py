@@ -20,7 +20,7 @@ from gradwire.transport.poller import Poller
 
 
 class Frame(NamedTuple):
-    """What travels: on arrival the buffers are flat tensors of bytes that belong to the receiver."""
+    """What travels. On arrival the buffers are flat tensors of bytes, owned by the receiver."""
 
     head: bytes | bytearray | memoryview
     buffers: Sequence[Tensor] = ()

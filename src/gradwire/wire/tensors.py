@@ -19,14 +19,17 @@ from torch import Tensor
 
 # The order is the wire format: append only.
 _DTYPE_NAMES = (
-    "float32 float64 float16 bfloat16 int64 int32 int16 int8 uint8 bool complex64 complex128 "
-    "complex32 uint16 uint32 uint64 float8_e4m3fn float8_e5m2 float8_e4m3fnuz float8_e5m2fnuz "
-    "float8_e8m0fnu"
-).split()
+    "float32", "float64", "float16", "bfloat16", "int64", "int32", "int16", "int8", "uint8", "bool",
+    "complex64", "complex128", "complex32", "uint16", "uint32", "uint64", "float8_e4m3fn",
+    "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz", "float8_e8m0fnu",
+)  # fmt: skip
 _DTYPES = [getattr(torch, name, None) for name in _DTYPE_NAMES]
 _CODES: dict[torch.dtype, int] = {
     dtype: code for code, dtype in enumerate(_DTYPES) if dtype is not None
 }
+
+#: The dtypes that travel as they are.
+DTYPES = tuple(_CODES)
 
 REQUIRES_GRAD = 1
 PARAMETER = 2
@@ -52,7 +55,7 @@ def describe(tensor: Tensor) -> tuple[Dense, Tensor]:
     tensor = tensor.detach().resolve_conj().resolve_neg()
     shape, strides = tuple(tensor.shape), tensor.stride()
     span = 1 + sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True))
-    if 0 < tensor.numel() and span <= tensor.numel():
+    if 0 < span <= tensor.numel():
         return (_CODES[tensor.dtype], shape, strides, flags), tensor.as_strided((span,), (1,))
     return (_CODES[tensor.dtype], shape, None, flags), tensor
 
@@ -64,11 +67,11 @@ def rebuild(memory: bytearray | Tensor, dense: Dense) -> Tensor:
     if dtype is None:
         raise ValueError(f"this torch has no dtype {_DTYPE_NAMES[code]}")
     if isinstance(memory, Tensor):
-        flat = memory.view(dtype) if len(memory) else torch.empty(0, dtype=dtype)
+        flat = memory.view(dtype) if len(memory) else torch.empty(0, dtype=dtype, device="cpu")
     elif memory:
         flat = torch.frombuffer(memory, dtype=dtype)
     else:
-        flat = torch.empty(0, dtype=dtype)
+        flat = torch.empty(0, dtype=dtype, device="cpu")
     tensor = flat.view(shape) if strides is None else flat.as_strided(shape, strides)
     if flags & PARAMETER:
         return torch.nn.Parameter(tensor, requires_grad=bool(flags & REQUIRES_GRAD))
@@ -117,11 +120,22 @@ def put_together(kind: str, *parts: Any) -> Tensor:
         indices, values, shape, coalesced = parts_
         # A coalesced tensor is taken at its word; checking it again would cost a sort.
         tensor = torch.sparse_coo_tensor(
-            indices, values, shape, is_coalesced=coalesced, check_invariants=False
+            indices,
+            values,
+            shape,
+            is_coalesced=coalesced,
+            check_invariants=False,
+            device="cpu",
         )
     else:
         compressed, plain, values, shape, layout = parts_
         tensor = torch.sparse_compressed_tensor(
-            compressed, plain, values, shape, layout=layout, check_invariants=False
+            compressed,
+            plain,
+            values,
+            shape,
+            layout=layout,
+            check_invariants=False,
+            device="cpu",
         )
     return tensor.requires_grad_(requires_grad)

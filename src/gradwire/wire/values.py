@@ -10,6 +10,7 @@ in the order they were met, which is the same on both sides.
 
 from __future__ import annotations
 
+import contextlib
 import io
 import pickle
 import threading
@@ -29,6 +30,7 @@ INLINE_BYTES = 8192
 
 Passenger = Callable[["WorkerInfo | None"], None]
 
+_AS_IT_IS = contextlib.nullcontext()
 _MARK = pickle.PickleBuffer(bytearray())
 
 
@@ -116,10 +118,11 @@ class _Encoder(pickle.Pickler):
                     return _dense, (wire_tensors.small_bytes(flat), dense)
                 self.buffers.append(flat.detach())
                 return _dense, (_MARK, dense)
-            parts = wire_tensors.take_apart(tensor)
+            # Of other parameters torch sends the data, which comes by here again.
+            parts = wire_tensors.take_apart(tensor) if kind is Tensor else None
             if parts is not None:
                 return wire_tensors.put_together, parts
-        if not tensor.is_cpu:
+        if not tensor.is_cpu and not tensor.is_meta:
             raise EncodingError(
                 f"a tensor on {tensor.device} cannot be sent: move it to the CPU first "
                 "(tensor.cpu()), or name its place on the other worker in the option device_maps"
@@ -192,7 +195,9 @@ class Codec:
         decoding = Decoding(self)
         outer, _current.decoding = _current.decoding, decoding
         try:
-            return pickle.loads(payload, buffers=buffers), decoding
+            # A thread may decode for others while it is in somebody's inference_mode.
+            with torch.inference_mode(False) if torch.is_inference_mode_enabled() else _AS_IT_IS:
+                return pickle.loads(payload, buffers=buffers), decoding
         finally:
             _current.decoding = outer
 
@@ -209,7 +214,7 @@ class Codec:
         except Exception as error:
             for name, value in _named_parts(func, args, kwargs):
                 try:
-                    self.encode(value)
+                    self.encode(value).tell_passengers(None)
                 except Exception as cause:
                     raise EncodingError(
                         f"{name} cannot be sent: {cause}{_advice(value)}"
@@ -235,9 +240,8 @@ def _named_parts(
 
 
 def _advice(value: Any) -> str:
-    if getattr(value, "__name__", "") == "<lambda>" or "<locals>" in getattr(
-        value, "__qualname__", ""
-    ):
+    name = str(getattr(value, "__qualname__", ""))
+    if "<lambda>" in name or "<locals>" in name:
         return (
             ". Lambdas and functions defined inside functions are sent by value only with the "
             'option closures=True (pip install "gradwire[closures]"); or define it at the top '
@@ -256,12 +260,6 @@ def _closure_encoder() -> type[_Encoder]:
         ) from error
 
     class ClosureEncoder(_Encoder, cloudpickle.Pickler):  # type: ignore[misc]
-        def __init__(self, stream: io.BytesIO, codec: Codec):
-            cloudpickle.Pickler.__init__(self, stream, 5, buffer_callback=self._in_stream)
-            self._codec = codec
-            self.buffers = []
-            self.tensors = []
-
         def reducer_override(self, obj: Any) -> Any:
             reduced = _Encoder.reducer_override(self, obj)
             if reduced is NotImplemented:

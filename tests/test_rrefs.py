@@ -1,0 +1,307 @@
+"""Remote references: values stay as long as anybody holds on to them, and no longer."""
+
+from __future__ import annotations
+
+import gc
+import pickle
+import random
+import threading
+import weakref
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from gradwire import rpc
+from gradwire.errors import CallTimeout, EncodingError, GradwireError
+from gradwire.testing import cluster
+from gradwire.testing.workers import transports_named
+from gradwire.worker import Worker
+from tests.processes import until
+
+TIMEOUT = 30.0
+
+
+@pytest.fixture(params=["memory", "unix"])
+def trio(request: pytest.FixtureRequest) -> Iterator[list[Worker]]:
+    with cluster(3, transports=transports_named(request.param)) as workers:
+        yield workers
+
+
+class Thing:
+    """A value whose life can be observed."""
+
+    alive: weakref.WeakSet[Thing] = weakref.WeakSet()
+
+    def __init__(self, name: str):
+        self.name = name
+        Thing.alive.add(self)
+
+    def greet(self, whom: str, *, mark: str = "!") -> str:
+        return f"{self.name} greets {whom}{mark}"
+
+    def fail(self) -> None:
+        raise LookupError(self.name)
+
+    def __call__(self, x: int) -> int:
+        return x + 1
+
+
+def names_alive() -> list[str]:
+    return sorted(thing.name for thing in Thing.alive)
+
+
+def hold(rref: rpc.RRef[Any]) -> rpc.RRef[Any]:
+    HELD.append(rref)
+    return rref
+
+
+def give_held() -> rpc.RRef[Any]:
+    return HELD[-1]
+
+
+def release_held() -> None:
+    HELD.clear()
+
+
+HELD: list[rpc.RRef[Any]] = []
+
+
+def name_of(rref: rpc.RRef[Thing]) -> str:
+    return rref.rpc_sync().greet("you") if not rref.is_owner() else rref.local_value().name
+
+
+def nothing_held(workers: list[Worker]) -> bool:
+    gc.collect()
+    return all(not any(worker.refs.debug_info().values()) for worker in workers)
+
+
+def no_thing_alive() -> bool:
+    gc.collect()
+    return not names_alive()
+
+
+def test_a_value_is_made_elsewhere_fetched_and_called(trio: list[Worker]) -> None:
+    rref = trio[0].remote("worker1", Thing, ("bob",))
+    assert rref.owner() == trio[1].info
+    assert rref.owner_name() == "worker1"
+    assert not rref.is_owner()
+    assert rref.to_here().name == "bob"
+    assert rref.confirmed_by_owner()
+    assert rref.rpc_sync().greet("eve", mark="?") == "bob greets eve?"
+    assert rref.rpc_async(timeout=5).greet("eve").wait() == "bob greets eve!"
+    assert rref.remote().greet("ann").to_here() == "bob greets ann!"
+    assert rref.rpc_sync()(41) == 42
+    with pytest.raises(LookupError, match="bob"):
+        rref.rpc_sync().fail()
+    with pytest.raises(AttributeError, match="dance"):
+        rref.rpc_sync().dance()
+    with pytest.raises(GradwireError, match=r"only on its owner, worker 'worker1'.*to_here"):
+        rref.local_value()
+    del rref
+    until(lambda: nothing_held(trio) and no_thing_alive(), "the value is gone")
+
+
+def test_own_values_can_be_referred_to(trio: list[Worker]) -> None:
+    thing = Thing("mine")
+    rref = trio[0].rref(thing)
+    assert rref.is_owner()
+    assert rref.local_value() is thing
+    assert rref.to_here() is thing
+    assert rref.rpc_sync().greet("me") == "mine greets me!"
+    assert trio[0].refs.debug_info()["num_owner_rrefs"] == 0, "kept only for others"
+    assert trio[1].rpc_sync("worker2", name_of, (trio[1].rref(Thing("other")),)) == (
+        "other greets you!"
+    )
+    del rref, thing
+    until(lambda: nothing_held(trio) and no_thing_alive(), "the values are gone")
+
+
+def test_remote_to_oneself_gives_the_owners_reference(trio: list[Worker]) -> None:
+    rref = trio[0].remote("worker0", Thing, ("home",))
+    assert rref.is_owner()
+    assert rref.to_here().name == "home"
+    assert rref.local_value() is rref.to_here()
+    del rref
+    until(lambda: nothing_held(trio) and no_thing_alive(), "the value is gone")
+
+
+def test_a_failed_creation_is_raised_by_whoever_asks_for_the_value(trio: list[Worker]) -> None:
+    rref = trio[0].remote("worker1", int, ("not a number",))
+    for ask in (rref.to_here, rref.rpc_sync().bit_length, lambda: rref.remote().x().to_here()):
+        with pytest.raises(ValueError, match="not a number"):
+            ask()
+
+
+def test_a_creation_that_takes_too_long_is_named_as_the_reason(trio: list[Worker]) -> None:
+    STARTED.clear()
+    try:
+        rref = trio[0].remote("worker1", wait_for_start, timeout=0.05)
+        with pytest.raises(CallTimeout, match=r"creation via rpc.remote\(\) timed out"):
+            rref.to_here(timeout=0.2)
+        other = trio[0].remote("worker1", wait_for_start)
+        with pytest.raises(CallTimeout, match="to_here"):
+            other.to_here(timeout=0.05)
+    finally:
+        STARTED.set()
+    assert other.to_here() is True
+
+
+STARTED = threading.Event()
+
+
+def wait_for_start() -> bool:
+    return STARTED.wait(TIMEOUT)
+
+
+def test_a_value_is_waited_for_without_holding_up_anybody() -> None:
+    STARTED.clear()
+    with cluster(2, options=rpc.Options(num_worker_threads=2)) as (a, _):
+        slow = a.remote("worker1", wait_for_start)
+        asked = [slow.rpc_async().bit_length() for _ in range(8)]
+        assert a.rpc_sync("worker1", max, (1, 2)) == 2
+        STARTED.set()
+        assert [future.wait() for future in asked] == [1] * 8
+
+
+def test_references_travel_through_third_workers(trio: list[Worker]) -> None:
+    a = trio[0]
+    rref = a.remote("worker1", Thing, ("traveller",))
+    assert a.rpc_sync("worker2", name_of, (rref,)) == "traveller greets you!"
+    assert a.rpc_sync("worker1", name_of, (rref,)) == "traveller"
+    a.rpc_sync("worker2", hold, (rref,))
+    del rref
+    gc.collect()
+    assert names_alive() == ["traveller"]
+    again = a.rpc_sync("worker2", give_held)
+    assert again.rpc_sync().greet("a") == "traveller greets a!"
+    a.rpc_sync("worker2", release_held)
+    assert again.to_here().name == "traveller"
+    del again
+    until(lambda: nothing_held(trio) and no_thing_alive(), "the value is gone")
+
+
+def test_a_reference_comes_home(trio: list[Worker]) -> None:
+    a = trio[0]
+    mine = a.rref(Thing("home"))
+    back = a.rpc_sync("worker1", hold, (mine,))
+    assert back.is_owner()
+    assert back.local_value() is mine.local_value()
+    a.rpc_sync("worker1", release_held)
+    del mine, back
+    until(lambda: nothing_held(trio) and no_thing_alive(), "the value is gone")
+
+
+def test_references_inside_values_and_results(trio: list[Worker]) -> None:
+    a = trio[0]
+    rrefs = [a.remote(n % 3, torch.full, ((3,), float(n))) for n in range(6)]
+    got = a.rpc_sync("worker2", fetch_all, ({"rrefs": rrefs},))
+    assert [t[0].item() for t in got] == [float(n) for n in range(6)]
+    nested = a.remote("worker1", make_reference, ("worker2",))
+    assert nested.to_here().to_here().name == "nested"
+    del rrefs, nested
+    until(lambda: nothing_held(trio) and no_thing_alive(), "the values are gone")
+
+
+def fetch_all(box: dict[str, list[rpc.RRef[torch.Tensor]]]) -> list[torch.Tensor]:
+    return [rref.to_here() for rref in box["rrefs"]]
+
+
+def make_reference(owner: str) -> rpc.RRef[Thing]:
+    return rpc.remote(owner, Thing, args=("nested",))
+
+
+def test_a_reference_that_could_not_be_sent_is_not_counted(trio: list[Worker]) -> None:
+    rref = trio[0].rref(Thing("stays"))
+    with pytest.raises(EncodingError, match="argument 1"):
+        trio[0].rpc_sync("worker1", hold, (rref, threading.Lock()))
+    assert trio[0].refs.debug_info()["num_forks"] == 0
+
+
+def test_references_are_not_pickled_elsewhere(trio: list[Worker]) -> None:
+    rref = trio[0].rref(1)
+    with pytest.raises(EncodingError, match="Can not pickle rref in python pickler"):
+        pickle.dumps(rref)
+
+
+def test_references_say_what_they_are(trio: list[Worker]) -> None:
+    assert repr(trio[2].rref(1)) == "OwnerRRef(GloballyUniqueId(created_on=2, local_id=0))"
+    assert repr(trio[0].remote("worker1", max, (1, 2))) == (
+        "UserRRef(RRefId = GloballyUniqueId(created_on=0, local_id=0), "
+        "ForkId = GloballyUniqueId(created_on=0, local_id=1))"
+    )
+
+
+# -- random programs
+
+
+def keep(slot: int, rref: rpc.RRef[Thing]) -> None:
+    SLOTS[rpc.get_worker_info().id][slot] = rref
+
+
+def drop(slot: int) -> None:
+    SLOTS[rpc.get_worker_info().id].pop(slot, None)
+
+
+def pass_on(slot: int, to: int, to_slot: int) -> None:
+    rref = SLOTS[rpc.get_worker_info().id].get(slot)
+    if rref is not None:
+        rpc.rpc_sync(to, keep, args=(to_slot, rref))
+
+
+def read(slot: int) -> str | None:
+    rref = SLOTS[rpc.get_worker_info().id].get(slot)
+    return None if rref is None else str(rref.to_here().name)
+
+
+SLOTS: dict[int, dict[int, rpc.RRef[Thing]]] = {}
+
+
+@pytest.mark.parametrize("seed", range(25))
+def test_random_programs_lose_nothing_and_keep_nothing(seed: int) -> None:
+    """Workers hand references around at random, several threads at once. A value can always be
+    read while somebody holds it, and is gone when nobody does."""
+    dice = random.Random(seed)
+    size = dice.choice([2, 3, 4])
+    SLOTS.clear()
+    SLOTS.update({id: {} for id in range(size)})
+    with cluster(size, transports=transports_named(dice.choice(["memory", "unix"]))) as workers:
+
+        def play(dice: random.Random) -> None:
+            for step in range(30):
+                me, at = workers[dice.randrange(size)], dice.randrange(size)
+                slot = dice.randrange(4)
+                action = dice.random()
+                if action < 0.3:
+                    rref = me.remote(dice.randrange(size), Thing, (f"{step}",))
+                    me.rpc_sync(at, keep, (slot, rref))
+                elif action < 0.7:
+                    me.rpc_sync(at, pass_on, (slot, dice.randrange(size), dice.randrange(4)))
+                elif action < 0.85:
+                    me.rpc_sync(at, drop, (slot,))
+                else:
+                    me.rpc_sync(at, read, (slot,))
+
+        errors: list[BaseException] = []
+
+        def guarded(dice: random.Random) -> None:
+            try:
+                play(dice)
+            except BaseException as error:
+                errors.append(error)
+
+        threads = [
+            threading.Thread(target=guarded, args=(random.Random(dice.random()),)) for _ in range(3)
+        ]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(TIMEOUT)
+        assert not errors
+        for id in range(size):
+            for slot in range(4):
+                workers[0].rpc_sync(id, read, (slot,))
+        for held in SLOTS.values():
+            held.clear()
+        until(lambda: nothing_held(workers) and no_thing_alive(), "all values are gone")

@@ -1,0 +1,329 @@
+"""What torch's RPC can send arrives equal; what cannot be sent is named in the error."""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import enum
+import functools
+import operator
+import pickle
+import threading
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+
+from gradwire.errors import EncodingError
+from gradwire.wire.messages import Kind, pack, peek, unpack
+from gradwire.wire.values import Codec, current_decoding
+
+
+def cross(value: Any, codec: Codec | None = None) -> Any:
+    codec = codec or Codec()
+    encoded = codec.encode(value)
+    buffers = [buffer.contiguous().clone().view(-1).view(torch.uint8) for buffer in encoded.buffers]
+    return codec.decode(encoded.payload, buffers)[0]
+
+
+@dataclasses.dataclass
+class Point:
+    x: int
+    weights: torch.Tensor
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Fixed:
+    name: str
+
+
+class Colour(enum.Enum):
+    RED = 1
+
+
+class Named(NamedTuple):
+    first: int
+    second: str
+
+
+class Node:
+    """Refers to itself, and to a tensor from several places."""
+
+    def __init__(self) -> None:
+        self.me = self
+        self.tensor = torch.arange(4)
+        self.again = [self.tensor]
+
+    def method(self, number: int) -> int:
+        return number + int(self.tensor.sum())
+
+    @staticmethod
+    def static(number: int) -> int:
+        return number + 1
+
+    @classmethod
+    def of_class(cls) -> str:
+        return cls.__name__
+
+
+PLAIN = [
+    None,
+    True,
+    (1 << 100, -1.5, 2j, float("inf")),
+    "täxt \0 \U0001f600",
+    b"bytes",
+    bytearray(b"more"),
+    [1, [2, [3, ()]]],
+    {"a": {1: {(2, 3): {4}}}, None: frozenset({5})},
+    range(3, 10, 2),
+    slice(1, None, 2),
+    collections.OrderedDict(b=1, a=2),
+    collections.deque([1, 2], maxlen=5),
+    collections.Counter("hello"),
+    Named(1, "two"),
+    Fixed("name"),
+    Colour.RED,
+    Kind.HEARTBEAT,
+    ValueError("an error", 7),
+    Node,
+    len,
+    operator.add,
+    Node.static,
+    torch.Size([2, 3]),
+    torch.float16,
+    torch.device("cuda", 1),
+    torch.strided,
+    torch.channels_last,
+    torch.add,
+    torch.nn.functional.relu,
+    torch.Tensor.add,
+    torch.ops.aten.add.Tensor,
+    torch.ops.aten.add,
+    torch.ops.aten.relu.default,
+]
+
+
+@pytest.mark.parametrize("value", PLAIN, ids=lambda value: repr(value)[:40])
+def test_values_arrive_equal(value: Any) -> None:
+    arrived = cross(value)
+    assert type(arrived) is type(value)
+    if isinstance(value, Exception):
+        assert arrived.args == value.args
+    else:
+        assert arrived == value
+
+
+def test_a_counted_default_dict_keeps_its_factory() -> None:
+    arrived = cross(collections.defaultdict(list, a=[1]))
+    assert arrived["new"] == []
+
+
+def test_operators_arrive_as_the_very_operators() -> None:
+    assert cross(torch.ops.aten.add.Tensor) is torch.ops.aten.add.Tensor
+    assert cross(torch.ops.aten.add) is torch.ops.aten.add
+    assert cross(torch.add) is torch.add
+
+
+@pytest.mark.parametrize("size", [3, 5000])
+def test_dataclasses_with_tensors_arrive(size: int) -> None:
+    sent = Point(3, torch.randn(size))
+    arrived = cross(sent)
+    assert type(arrived) is Point
+    assert arrived.x == 3
+    assert torch.equal(arrived.weights, sent.weights)
+
+
+def test_objects_that_refer_to_themselves_keep_their_shape() -> None:
+    arrived = cross(Node())
+    assert arrived.me is arrived
+    assert arrived.again[0] is arrived.tensor
+
+
+def test_bound_methods_bring_their_object() -> None:
+    assert cross(Node().method)(1) == 7
+    assert cross(Node.of_class)() == "Node"
+    assert cross(torch.arange(3).add)(1).tolist() == [1, 2, 3]
+    assert cross(functools.partial(operator.add, 1))(2) == 3
+
+
+@pytest.mark.parametrize("width", [2, 100])
+def test_modules_arrive_with_everything(width: int) -> None:
+    module = torch.nn.Sequential(
+        torch.nn.Linear(width, width), torch.nn.BatchNorm1d(width), torch.nn.Dropout()
+    ).eval()
+    arrived = cross(module)
+    assert type(arrived[0].weight) is torch.nn.Parameter
+    assert [name for name, _ in arrived.named_parameters()] == [
+        name for name, _ in module.named_parameters()
+    ]
+    data = torch.randn(4, width)
+    assert torch.equal(arrived(data), module(data))
+
+
+def test_tied_parameters_stay_tied() -> None:
+    module = torch.nn.ModuleList([torch.nn.Linear(3, 3), torch.nn.Linear(3, 3)])
+    module[1].weight = module[0].weight
+    arrived = cross(module)
+    assert arrived[0].weight is arrived[1].weight
+
+
+@pytest.mark.parametrize("size", [3, 50_000])
+def test_numpy_arrays_arrive(size: int) -> None:
+    numpy = pytest.importorskip("numpy")
+    sent = {
+        "plain": numpy.arange(size, dtype="float32"),
+        "fortran": numpy.asfortranarray(numpy.ones((size, 2))),
+        "strided": numpy.arange(size)[::2],
+        "records": numpy.zeros(size, dtype=[("a", "i4"), ("b", "f8")]),
+        "objects": numpy.array([{1: 2}, "three"], dtype=object),
+        "scalar": numpy.float64(1.5),
+    }
+    arrived = cross([sent, torch.ones(size)])[0]
+    for name, array in sent.items():
+        assert numpy.array_equal(arrived[name], array)
+        assert arrived[name].dtype == array.dtype
+    arrived["plain"][0] = 7  # it belongs to the receiver
+    assert sent["plain"][0] == 0
+
+
+def test_pickle_buffers_of_users_travel_inside() -> None:
+    assert cross(pickle.PickleBuffer(b"data")) == b"data"
+
+
+# -- what cannot be sent
+
+
+def called(*args: Any, **kwargs: Any) -> None:
+    """What the calls below would call."""
+
+
+def generator() -> Any:
+    yield
+
+
+class Stubborn:
+    def __reduce__(self) -> Any:
+        raise RuntimeError("not me")
+
+
+class Evasive:
+    """Answers to every name, with something that is not text."""
+
+    def __getattr__(self, name: str) -> Any:
+        if name in ("__name__", "__qualname__"):
+            return 5
+        raise AttributeError(name)
+
+    def __reduce__(self) -> Any:
+        raise RuntimeError("not me")
+
+
+@pytest.mark.parametrize(
+    "culprit",
+    [
+        lambda: None,
+        generator(),
+        threading.Lock(),
+        Stubborn(),
+        Evasive(),
+        [1, {"deep": generator()}],
+    ],
+    ids=["lambda", "generator", "lock", "stubborn", "evasive", "nested"],
+)
+def test_an_argument_that_cannot_be_sent_is_named(culprit: Any) -> None:
+    kind = type(culprit).__name__
+    with pytest.raises(EncodingError, match=rf"argument 1 of called \(a {kind}\)"):
+        Codec().encode_call(called, (torch.ones(2), culprit, 3), {"fine": 1})
+    with pytest.raises(EncodingError, match=rf"argument 'bad' of called \(a {kind}\)"):
+        Codec().encode_call(called, (torch.ones(2),), {"fine": 1, "bad": culprit})
+
+
+def test_an_open_file_cannot_be_sent() -> None:
+    with open(__file__) as file, pytest.raises(EncodingError, match="argument 0 of called"):
+        Codec().encode_call(called, (file,), {})
+
+
+def test_a_function_that_cannot_be_sent_is_named_with_advice() -> None:
+    def local() -> None:
+        pass
+
+    for func, name in ((lambda: None, "<lambda>"), (local, "local")):
+        with pytest.raises(EncodingError, match=rf"the function .*{name}.*closures=True"):
+            Codec().encode_call(func, (), {})
+
+
+def test_what_fails_only_together_is_blamed_on_the_call() -> None:
+    class Once:
+        times = 0
+
+        def __reduce__(self) -> Any:
+            self.times += 1
+            if self.times == 1:
+                raise RuntimeError("not the first time")
+            return str, ("sent",)
+
+    with pytest.raises(EncodingError, match="the call to called cannot be sent: not the first"):
+        Codec().encode_call(called, (Once(),), {})
+
+
+# -- closures
+
+
+@pytest.mark.parametrize("size", [3, 5000])
+def test_closures_are_sent_by_value_when_asked_for(size: int) -> None:
+    pytest.importorskip("cloudpickle")
+    codec, weights = Codec(closures=True), torch.ones(size)
+
+    def local(number: int) -> int:
+        return number * int(weights.sum())
+
+    class Local:
+        value = weights
+
+    encoded = codec.encode_call(lambda x: local(x) + 1, (Local(),), {})
+    assert len(encoded.tensors) == 1  # shared by the function and the class
+    buffers = [buffer.clone().view(torch.uint8) for buffer in encoded.buffers]
+    (func, args, _kwargs, *_), _ = codec.decode(encoded.payload, buffers)
+    assert func(2) == 2 * size + 1
+    assert torch.equal(args[0].value, weights)
+
+
+def test_closures_can_be_decoded_by_those_who_do_not_send_them() -> None:
+    pytest.importorskip("cloudpickle")
+    encoded = Codec(closures=True).encode(lambda: 42)
+    assert Codec().decode(encoded.payload)[0]() == 42
+
+
+# -- types of rooms above
+
+
+def test_a_taught_type_is_rebuilt_by_the_codec_that_decodes() -> None:
+    sender, receiver, rebuilt = Codec(), Codec(), []
+
+    def rebuild(parts: Any) -> str:
+        current_decoding().unsettled.append(parts)
+        rebuilt.append(current_decoding().codec)
+        return f"rebuilt {parts}"
+
+    sender.teach(Stubborn, "stubborn", lambda _: "parts", lambda _: "never called here")
+    receiver.teach(Stubborn, "stubborn", lambda _: "never called here", rebuild)
+    value, decoding = receiver.decode(sender.encode([Stubborn()]).payload)
+    assert value == ["rebuilt parts"]
+    assert decoding.unsettled == ["parts"]
+    assert rebuilt == [receiver]
+    with pytest.raises(EncodingError, match="decoded by a worker"):
+        pickle.loads(sender.encode(Stubborn()).payload)
+
+
+# -- messages
+
+
+@pytest.mark.parametrize("tags", [None, {}, {"autograd": (1, 2), "profile": "key"}])
+@pytest.mark.parametrize("payload", [b"", b"payload", memoryview(b"a view")])
+def test_messages_arrive_as_they_were_packed(tags: Any, payload: bytes | memoryview) -> None:
+    head = pack(Kind.PYTHON_CALL, (1 << 64) - 1, payload, tags)
+    for received in (head, bytearray(head), memoryview(head)):
+        kind, call_id, got_tags, got = unpack(received)
+        assert (kind, call_id) == peek(received) == (Kind.PYTHON_CALL, (1 << 64) - 1)
+        assert got_tags == (tags or None)
+        assert bytes(got) == bytes(payload)
