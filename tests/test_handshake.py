@@ -213,21 +213,6 @@ def test_a_greeting_that_does_not_fit_is_refused_before_it_is_sent() -> None:
         ClientHandshake(TOKEN, Greeting(1, "x" * MAX_GREETING, "life"), "them")
 
 
-def test_a_handshake_may_come_byte_by_byte(house: House) -> None:
-    if isinstance(house.transport, UnixTransport):
-        pytest.skip("descriptors come with the last message, which is tested whole")
-    client = ClientHandshake(TOKEN, CALLER, LISTENER.incarnation)
-    stranger = house.stranger()
-    stranger.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    for byte in client.first():
-        stranger.send(bytes([byte]))
-        settle(house.poller)
-    for byte in client.third(stranger.recv(SECOND, socket.MSG_WAITALL)):
-        stranger.send(bytes([byte]))
-        settle(house.poller)
-    drive(house.poller, lambda: house.accepted)
-
-
 def test_a_member_that_claims_too_much_is_cut_off_without_any_memory(house: House) -> None:
     raw = house.connect(house.transport, LISTENER.incarnation)
     raw.send(Frame(b"ok"))
@@ -341,3 +326,24 @@ def test_a_member_that_offers_something_else_is_refused(unix_house: House) -> No
     with open(os.devnull) as something, open(__file__) as file:
         socket.send_fds(stranger, [third], [something.fileno(), file.fileno()])
         assert unix_house.refuses(stranger) == b""
+
+
+@pytest.fixture
+def tcp_house() -> Iterator[House]:
+    with contextlib.closing(EpollPoller()) as poller:
+        house = House(TcpTransport(TOKEN), poller)
+        yield house
+        house.close()
+
+
+def test_a_handshake_may_come_byte_by_byte(tcp_house: House) -> None:
+    client = ClientHandshake(TOKEN, CALLER, LISTENER.incarnation)
+    stranger = tcp_house.stranger()
+    stranger.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    for byte in client.first():
+        stranger.send(bytes([byte]))
+        settle(tcp_house.poller)
+    for byte in client.third(stranger.recv(SECOND, socket.MSG_WAITALL)):
+        stranger.send(bytes([byte]))
+        settle(tcp_house.poller)
+    drive(tcp_house.poller, lambda: tcp_house.accepted)

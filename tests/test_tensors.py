@@ -36,8 +36,10 @@ def cross(value: Any, codec: Codec | None = None) -> Any:
 def bits(tensor: Tensor) -> Tensor:
     """The elements as bytes, so that nan equals nan and every dtype compares."""
     tensor = tensor.detach().resolve_conj().resolve_neg()
-    flat = torch.empty(tensor.shape, dtype=tensor.dtype).copy_(tensor).view(-1)
-    return flat.view(torch.uint8) if len(flat) else torch.empty(0, dtype=torch.uint8)
+    flat = torch.empty(byte_size(tensor), dtype=torch.uint8)
+    if len(flat):
+        flat.view(tensor.dtype).view(tensor.shape).copy_(tensor)
+    return flat
 
 
 def assert_same(arrived: Tensor, sent: Tensor) -> None:

@@ -164,8 +164,10 @@ class _Worker:
             # Not reaped yet: until then nobody else can get its number, which names its group.
             os.waitid(os.P_PID, self.process.pid, os.WEXITED | os.WNOWAIT)
             self.send(_KILL)
-        self.process.wait()
+        else:
+            self.process.wait()
         with self._lock:
+            self.process.wait()
             self._over = True
         for pump in pumps:
             pump.join(_LAST_OUTPUT_SECONDS)

@@ -7,6 +7,7 @@ reached through it and ends with it.
 from __future__ import annotations
 
 import contextvars
+import re
 import sys
 import threading
 import time
@@ -222,7 +223,7 @@ def _check_name(name: str) -> None:
         raise SetupError("Worker name must be non-empty")
     if len(name) >= 128:
         raise SetupError(f"Worker name must be shorter than 128 characters, not {len(name)}")
-    if not all(c.isalnum() or c in "-_:" for c in name):
+    if not re.fullmatch("[A-Za-z0-9-_:]*", name):
         raise SetupError(f"Worker name must match ^[A-Za-z0-9-_:]*$, {name!r} does not")
 
 

@@ -96,10 +96,11 @@ class Agent:
             self._listeners.append(transport.listen(me, self.poller, self._accepted))
         addresses = tuple(listener.address for listener in self._listeners)
         self.member = Member(self.info, me.incarnation, addresses)
+        self.roster.join(self.member)
+        # Calls that came in meanwhile are read only now, when this worker knows the others.
         self.executor.start()
         self.clock.start()
         self.clock.due(time.monotonic() + self.options.heartbeat_interval)
-        self.roster.join(self.member)
 
     # -- calling
 

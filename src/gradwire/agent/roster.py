@@ -159,11 +159,8 @@ class StoreRoster:
         self._quietly(lambda: self._store.set(f"{self._prefix}/claims/{member.info.name}", "0"))
 
     def by_name(self, name: str) -> Member | None:
-        for member in self._known.values():
-            if member.info.name == name:
-                return member
         if self.fixed:
-            return None
+            return next((m for m in self._known.values() if m.info.name == name), None)
         id = self._look(f"name/{name}")
         return self._fetch(int(id)) if id else None
 

@@ -44,8 +44,9 @@ SIZES = sorted(
 
 def same_bytes(arrived: Tensor, sent: Tensor) -> bool:
     """Whether a received buffer holds the elements of the one that was sent, in order."""
-    flat = torch.empty(sent.shape, dtype=sent.dtype).copy_(sent.detach()).view(-1)
-    expected = flat.view(torch.uint8) if len(flat) else torch.empty(0, dtype=torch.uint8)
+    expected = torch.empty(sent.numel() * sent.element_size(), dtype=torch.uint8)
+    if len(expected):
+        expected.view(sent.dtype).view(sent.shape).copy_(sent.detach())
     return arrived.dtype is torch.uint8 and arrived.dim() == 1 and torch.equal(arrived, expected)
 
 

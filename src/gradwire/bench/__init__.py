@@ -1,0 +1,32 @@
+"""Measuring gradwire against torch: ``gradwire bench SUITE``.
+
+`contest` runs and compares, without knowing what; every suite is a module of its own that says which
+contestants there are and what they are asked to do. torch is imported by the contestants' processes
+alone.
+"""
+
+from __future__ import annotations
+
+import json
+from importlib import import_module
+
+from gradwire.bench.contest import Suite, contest, facts, table
+
+#: The suites, and the modules they are in.
+SUITES = {"rpc": "gradwire.bench.rpc"}
+
+
+def main(suite: str, rounds: int, quick: bool, json_file: str | None) -> int:
+    """Run a suite, print its table and write all samples to a file if one is named.
+
+    >>> main("rpc", rounds=5, quick=False, json_file=None)       # doctest: +SKIP
+    """
+    chosen: Suite = import_module(SUITES[suite]).SUITE
+    conditions = facts(rounds, quick)
+    print(f"{chosen.title}\n{', '.join(f'{k} {v}' for k, v in conditions.items())}\n", flush=True)
+    samples = contest(chosen, rounds, quick)
+    print(table(chosen, samples))
+    if json_file:
+        with open(json_file, "w") as file:
+            json.dump({"suite": suite, **conditions, "unit": "s", "samples": samples}, file)
+    return 0

@@ -1,0 +1,197 @@
+"""Contestants that take turns at the same tasks, and the table of what came out.
+
+Each contestant is a group of processes that is started once and then driven over pipes: "do this
+case", "here are the samples". Only one of them works at any time, and which one goes first changes
+from round to round, so that whatever else the machine does hits them alike.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import multiprocessing
+import os
+import platform
+import secrets
+import signal
+import sys
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack
+from dataclasses import dataclass
+from importlib.metadata import version
+from multiprocessing.connection import Connection
+from statistics import median
+from typing import Any
+
+from gradwire.launch import die_with_parent, environment, free_port
+
+#: Seconds until a contestant that does not answer is given up: to start, to do a case, to end.
+START_SECONDS, CASE_SECONDS, END_SECONDS = 90.0, 180.0, 10.0
+#: Of case, contestant, round: the samples, in seconds.
+Samples = dict[str, dict[str, list[list[float]]]]
+
+
+@dataclass(frozen=True)
+class Contestant:
+    """Who is measured. Each of its processes enters `join(rank)`; that of rank 0 is asked to do the
+    cases with what `join` yields."""
+
+    name: str
+    join: Callable[[int], AbstractContextManager[Any]]
+    processes: int = 2
+
+
+@dataclass(frozen=True)
+class Case:
+    """What is measured. `measure(tools, count)` gives `count` samples, in seconds; warming up is up
+    to it. `show` puts seconds into words."""
+
+    name: str
+    measure: Callable[[Any, int], list[float]]
+    count: int
+    show: Callable[[float], str]
+    quick_count: int = 3
+    contestants: tuple[str, ...] = ("torch", "gradwire")
+
+
+@dataclass(frozen=True)
+class Suite:
+    """Cases and who is to do them. All of it must be picklable: functions of modules, partials."""
+
+    title: str
+    contestants: tuple[Contestant, ...]
+    cases: tuple[Case, ...]
+
+
+class BenchError(RuntimeError):
+    """A contestant failed or did not answer in time."""
+
+
+def contest(suite: Suite, rounds: int, quick: bool) -> Samples:
+    """Let the contestants take turns at every case, `rounds` times."""
+    samples: Samples = {case.name: {who: [] for who in case.contestants} for case in suite.cases}
+    with ExitStack() as started:
+        running = {c.name: started.enter_context(_running(c)) for c in suite.contestants}
+        for round in range(rounds):
+            for case in suite.cases:
+                order = case.contestants if round % 2 == 0 else reversed(case.contestants)
+                count = min(case.quick_count, case.count) if quick else case.count
+                for who in order:
+                    running[who].send((case, count))
+                    answer = _answer(running[who], f"{who}, {case.name}", CASE_SECONDS)
+                    samples[case.name][who].append(answer)
+            _progress(f"round {round + 1} of {rounds}")
+    _progress("")
+    return samples
+
+
+@contextlib.contextmanager
+def _running(contestant: Contestant) -> Iterator[Connection]:
+    """The contestant's processes; yields the line to the first of them."""
+    spawn = multiprocessing.get_context("spawn")
+    token = secrets.token_hex(32)
+    processes, lines = [], []
+    with free_port() as port:
+        try:
+            for rank in range(contestant.processes):
+                line, theirs = spawn.Pipe()
+                place = environment(rank, contestant.processes, port, token)
+                process = spawn.Process(
+                    target=_take_part, args=(contestant, rank, place, theirs), daemon=True
+                )
+                process.start()
+                theirs.close()  # so that the end of the process is the end of the line
+                processes.append(process)
+                lines.append(line)
+            for rank, line in enumerate(lines):
+                _answer(line, f"{contestant.name}, process {rank}, starting", START_SECONDS)
+            yield lines[0]
+            # A closed line sends them home; they leave together, so all are told before any is
+            # waited for.
+            for line in lines:
+                line.close()
+            for process in processes:
+                process.join(END_SECONDS)
+        finally:
+            for process in processes:
+                process.kill()
+                process.join(END_SECONDS)
+
+
+def _take_part(
+    contestant: Contestant, rank: int, place: dict[str, str], line: Connection
+) -> None:
+    """What each process of a contestant does."""
+    die_with_parent()
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the parent, which then ends us
+    os.environ.update(place)
+    with contestant.join(rank) as tools:
+        line.send([])
+        with contextlib.suppress(EOFError):
+            while True:
+                case, count = line.recv()
+                try:
+                    line.send(case.measure(tools, count))
+                except Exception:
+                    line.send(traceback.format_exc())
+
+
+def _answer(line: Connection, what: str, seconds: float) -> list[float]:
+    if not line.poll(seconds):
+        raise BenchError(f"{what}: no answer after {seconds:g} s")
+    try:
+        answer: list[float] | str = line.recv()
+    except EOFError:
+        raise BenchError(f"{what}: its process died; see above") from None
+    if isinstance(answer, str):
+        raise BenchError(f"{what}:\n{answer}")
+    return answer
+
+
+# -- saying what came out
+
+
+def table(suite: Suite, samples: Samples) -> str:
+    """Medians over all rounds, with the lowest and highest median of a round in brackets. Ratios
+    are of times, so above 1 the second contestant is faster; each compares turns of one round."""
+    rows = [("", "torch", "gradwire", "torch / gradwire")]
+    alone = []
+    for case in suite.cases:
+        medians = {who: [median(s) for s in rounds] for who, rounds in samples[case.name].items()}
+        cells = [_with_spread(values, case.show) for values in medians.values()]
+        if len(cells) == 1:
+            alone.append((case.name, cells[0]))
+            continue
+        ratios = [a / b for a, b in zip(*medians.values(), strict=True)]
+        rows.append((case.name, cells[0], cells[1], _with_spread(ratios, "{:.2f}".format)))
+    return "\n".join([*_aligned(rows), "", *_aligned(alone)])
+
+
+def _with_spread(values: list[float], show: Callable[[float], str]) -> str:
+    return f"{show(median(values))} ({show(min(values))} .. {show(max(values))})"
+
+
+def _aligned(rows: list[Any]) -> list[str]:
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return [
+        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
+        for row in rows
+    ]
+
+
+def facts(rounds: int, quick: bool) -> dict[str, Any]:
+    """Under which conditions the numbers were measured."""
+    return {
+        "torch": version("torch"),
+        "gradwire": version("gradwire"),
+        "Python": platform.python_version(),
+        "CPUs": os.cpu_count(),
+        "rounds": rounds,
+        "quick": quick,
+    }
+
+
+def _progress(text: str) -> None:
+    """A line that is overwritten by the next, for somebody who watches."""
+    if sys.stderr.isatty():
+        print(f"\r\x1b[K{text}", end="", file=sys.stderr, flush=True)

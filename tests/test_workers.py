@@ -1,0 +1,421 @@
+"""Workers in processes of their own: how they meet, part, die and freeze."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+import gradwire
+from gradwire import rpc
+from gradwire.errors import (
+    CallError,
+    SetupError,
+    ShutDownError,
+    UnknownWorkerError,
+    WorkerLost,
+)
+from gradwire.testing.pairs import open_descriptors
+from tests.processes import group, meeting_place, processes, run_group, until
+
+TIMEOUT = 30.0
+
+
+def pid() -> int:
+    return os.getpid()
+
+
+def echo(value: Any) -> Any:
+    return value
+
+
+def forever() -> None:
+    threading.Event().wait(TIMEOUT)
+
+
+def linger() -> None:
+    """What a worker's main program does that only serves."""
+    threading.Event().wait(TIMEOUT)
+
+
+def whoami() -> str:
+    return rpc.get_worker_info().name
+
+
+# -- meeting
+
+
+def test_workers_of_two_processes_call_each_other() -> None:
+    def body(rank: int) -> tuple[int, float]:
+        other = f"worker{1 - rank}"
+        tensor = torch.full((100_000,), float(rank))
+        back = rpc.rpc_sync(other, echo, args=(tensor,))
+        assert torch.equal(back, tensor)
+        return rpc.rpc_sync(other, pid), rpc.rpc_async(other, max, args=(1, 2)).wait()
+
+    with group(2, body) as started:
+        assert [p.result() for p in started] == [(started[1].pid, 2), (started[0].pid, 2)]
+
+
+def test_24_processes_call_all_to_all() -> None:
+    def body(rank: int) -> int:
+        futures = [rpc.rpc_async(f"worker{n}", pid) for n in range(24)]
+        return len({future.wait() for future in futures})
+
+    assert run_group(24, body) == [24] * 24
+
+
+def test_init_rpc_works_twice_in_a_process() -> None:
+    with meeting_place() as place:
+
+        def worker(rank: int) -> Callable[[], list[str]]:
+            def run() -> list[str]:
+                answers = []
+                for name in ("first", "second"):
+                    options = rpc.Options(init_method=place)
+                    rpc.init_rpc(f"{name}{rank}", None, rank, 2, options)
+                    with pytest.raises(SetupError, match=f"is worker '{name}{rank}' already"):
+                        rpc.init_rpc("again", None, rank, 2, options)
+                    answers.append(rpc.rpc_sync(f"{name}{1 - rank}", whoami))
+                    rpc.shutdown()
+                return answers
+
+            return run
+
+        with processes(worker(0), worker(1)) as started:
+            assert [p.result() for p in started] == [["first1", "second1"], ["first0", "second0"]]
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def test_groups_meet_over_tcp_and_through_the_environment() -> None:
+    port = free_port()
+
+    def over_tcp(rank: int) -> Callable[[], str]:
+        def run() -> str:
+            options = rpc.TensorPipeRpcBackendOptions(init_method=f"tcp://127.0.0.1:{port}")
+            rpc.init_rpc(f"worker{rank}", rank=rank, world_size=2, rpc_backend_options=options)
+            answer = rpc.rpc_sync(f"worker{1 - rank}", whoami)
+            rpc.shutdown()
+            return str(answer)
+
+        return run
+
+    with processes(over_tcp(0), over_tcp(1)) as started:
+        assert [p.result() for p in started] == ["worker1", "worker0"]
+
+    port = free_port()
+
+    def by_environment(rank: int) -> Callable[[], str]:
+        def run() -> str:
+            os.environ |= {
+                "MASTER_ADDR": "127.0.0.1",
+                "MASTER_PORT": str(port),
+                "RANK": str(rank),
+                "WORLD_SIZE": "2",
+            }
+            rpc.init_rpc(f"worker{rank}")
+            answer = rpc.rpc_sync(f"worker{1 - rank}", whoami)
+            rpc.shutdown()
+            return str(answer)
+
+        return run
+
+    with processes(by_environment(0), by_environment(1)) as started:
+        assert [p.result() for p in started] == ["worker1", "worker0"]
+
+
+def test_torchs_own_option_objects_are_understood() -> None:
+    from torch.distributed.rpc import TensorPipeRpcBackendOptions
+
+    theirs = TensorPipeRpcBackendOptions(
+        num_worker_threads=3, rpc_timeout=7, init_method="file:///x"
+    )
+    ours = gradwire.Options.of(theirs)
+    assert (ours.num_worker_threads, ours.rpc_seconds) == (3, 7.0)
+    assert ours.init_method == "file:///x"
+
+
+def test_workers_join_and_leave_an_open_group() -> None:
+    with meeting_place() as place:
+        options = rpc.Options(init_method=place)
+
+        def visitor() -> list[str]:
+            with gradwire.Worker("visitor", options=options) as me:
+                greeting = me.rpc_sync("host", whoami)
+                return [greeting, *(info.name for info in me.worker_infos())]
+
+        with gradwire.Worker("host", options=options) as host:
+            with pytest.raises(UnknownWorkerError, match="'visitor'"):
+                host.rpc_sync("visitor", whoami)
+            for _ in range(2):
+                with processes(visitor) as (guest,):
+                    assert guest.result() == ["host", "host", "visitor"]
+            with pytest.raises((UnknownWorkerError, WorkerLost), match="'visitor'"):
+                host.rpc_sync("visitor", whoami)
+            with pytest.raises(UnknownWorkerError):
+                host.rpc_sync("visitor", whoami)
+            assert [info.name for info in host.worker_infos()] == ["host"]
+
+
+def test_a_group_is_of_one_kind_and_names_are_unique() -> None:
+    with meeting_place() as place:
+        options = rpc.Options(init_method=place)
+        with gradwire.Worker("one", options=options):
+            with pytest.raises(SetupError, match="not unique"):
+                gradwire.Worker("one", options=options)
+            with pytest.raises(SetupError, match="mixes statically and dynamically"):
+                gradwire.Worker("two", 1, 2, options)
+
+
+def test_a_missing_worker_is_named_at_the_deadline() -> None:
+    with meeting_place() as place:
+        options = rpc.Options(init_method=place, init_timeout=0.3)
+        with pytest.raises(SetupError, match=r"0.3 s in vain for the worker of rank 1"):
+            gradwire.Worker("lonely", 0, 2, options)
+
+
+@pytest.mark.parametrize(
+    ("name", "complaint"),
+    [("", "non-empty"), ("x" * 128, "shorter than 128"), ("a b", "must match"), ("é", "must match")],
+)
+def test_names_are_checked(name: str, complaint: str) -> None:
+    with pytest.raises(SetupError, match=complaint):
+        gradwire.Worker(name, 0, 1, rpc.Options(init_method="file:///nowhere"))
+
+
+def test_ranks_are_checked() -> None:
+    with pytest.raises(SetupError, match="rank parameter missing"):
+        gradwire.Worker("w", world_size=2, options=rpc.Options(init_method="file:///nowhere"))
+    with pytest.raises(SetupError, match="rank 2 is not below"):
+        gradwire.Worker("w", 2, 2, options=rpc.Options(init_method="file:///nowhere"))
+
+
+# -- dying and freezing
+
+
+def test_the_death_of_a_worker_fails_its_calls_at_once() -> None:
+    def body(rank: int) -> list[Any] | None:
+        if rank == 1:
+            linger()
+            return None
+        victim = rpc.rpc_sync("worker1", pid)
+        future = rpc.rpc_async("worker1", forever)
+        waiting: list[BaseException] = []
+
+        def wait() -> None:
+            try:
+                rpc.rpc_sync("worker1", forever)
+            except WorkerLost as error:
+                waiting.append(error)
+
+        thread = threading.Thread(target=wait)
+        thread.start()
+        until(lambda: rpc.rpc_sync("worker1", running) == 2, "both calls run")
+        os.kill(victim, signal.SIGKILL)
+        thread.join(TIMEOUT)
+        with pytest.raises(WorkerLost) as lost:
+            future.wait()
+        with pytest.raises(WorkerLost) as unreachable:
+            rpc.rpc_sync("worker1", pid)
+        rpc.shutdown(graceful=False)
+        return [
+            (str(waiting[0]), waiting[0].may_have_run),  # type: ignore[attr-defined]
+            (str(lost.value), lost.value.may_have_run),
+            (str(unreachable.value), unreachable.value.may_have_run),
+        ]
+
+    with group(2, body, shut_down=False) as started:
+        pending, future, later = started[0].result()
+    for text, may_have_run in (pending, future):
+        assert "'worker1' was lost while forever was running there" in text
+        assert "may have run" in text
+        assert may_have_run
+    assert "cannot be reached for pid" in later[0]
+    assert not later[1]
+
+
+def running() -> int:
+    """How many calls of `forever` run on this worker."""
+    return sum(
+        any(frame.f_code is forever.__code__ for frame in _frames(top))
+        for top in __import__("sys")._current_frames().values()
+    )
+
+
+def _frames(frame: Any) -> list[Any]:
+    found = []
+    while frame is not None:
+        found.append(frame)
+        frame = frame.f_back
+    return found
+
+
+def test_a_frozen_worker_is_noticed_by_its_silence() -> None:
+    def body(rank: int) -> str | None:
+        if rank == 1:
+            linger()
+            return None
+        victim = rpc.rpc_sync("worker1", pid)
+        os.kill(victim, signal.SIGSTOP)
+        with pytest.raises(WorkerLost) as lost:
+            rpc.rpc_sync("worker1", pid, timeout=TIMEOUT)
+        rpc.shutdown(graceful=False)
+        return str(lost.value)
+
+    with group(
+        2, body, shut_down=False, heartbeat_interval=0.1, heartbeat_limit=0.5
+    ) as started:
+        text = started[0].result()
+        started[1].signal(signal.SIGCONT)
+    assert "no sign of life" in text
+    assert "'worker1'" in text
+
+
+def busy(seconds: float) -> str:
+    end = time.monotonic() + seconds
+    while time.monotonic() < end:
+        pass
+    return "done"
+
+
+def test_a_busy_worker_is_not_taken_for_a_frozen_one() -> None:
+    def body(rank: int) -> str:
+        return str(rpc.rpc_sync(f"worker{1 - rank}", busy, args=(1.2,)))
+
+    assert run_group(2, body, heartbeat_interval=0.1, heartbeat_limit=0.6) == ["done", "done"]
+
+
+def test_segments_of_a_killed_worker_do_not_stay() -> None:
+    def body(rank: int) -> None:
+        if rank == 1:
+            linger()
+            return
+        kept = rpc.rpc_sync("worker1", torch.full, args=((1_000_000,), 7.0))
+        os.kill(rpc.rpc_sync("worker1", pid), signal.SIGKILL)
+        with pytest.raises(CallError):
+            rpc.rpc_sync("worker1", pid)
+        assert bool((kept == 7).all()), "what was received stays ours"
+        rpc.shutdown(graceful=False)
+        del kept
+        with open("/proc/self/maps") as maps:
+            assert "memfd:gradwire" not in maps.read()
+
+    before = set(os.listdir("/dev/shm"))
+    with group(2, body, shut_down=False) as started:
+        started[0].result()
+    assert set(os.listdir("/dev/shm")) == before
+
+
+def test_references_of_a_dead_worker_are_dropped() -> None:
+    def body(rank: int) -> None:
+        if rank == 1:
+            linger()
+        else:
+            mine = rpc.RRef(torch.ones(3))
+            rpc.rpc_sync("worker1", keep, args=(mine,))
+            refs = gradwire.current.worker().refs
+            assert refs.debug_info()["num_forks"] == 1
+            os.kill(rpc.rpc_sync("worker1", pid), signal.SIGKILL)
+            until(lambda: refs.debug_info()["num_forks"] == 0, "the fork is dropped")
+            rpc.shutdown(graceful=False)
+
+    with group(2, body, shut_down=False) as started:
+        started[0].result()
+
+
+KEPT: list[Any] = []
+
+
+def keep(value: Any) -> None:
+    KEPT.append(value)
+
+
+# -- parting
+
+
+def chain(hops: int) -> None:
+    """Goes on calling after the caller's main program is done."""
+    if hops:
+        me = rpc.get_worker_info().id
+        rpc.rpc_async(f"worker{(me + 1) % 3}", chain, args=(hops - 1,))
+    else:
+        KEPT.append("arrived")
+
+
+def test_a_graceful_shutdown_waits_for_everybodys_work() -> None:
+    def body(rank: int) -> list[Any]:
+        if rank == 0:
+            rpc.rpc_async("worker1", chain, args=(50,))
+        rpc.shutdown(timeout=TIMEOUT)
+        return KEPT
+
+    with group(3, body, shut_down=False) as started:
+        assert [p.result() for p in started] == [["arrived"], [], []]
+
+
+def test_a_graceful_shutdown_goes_on_without_the_dead() -> None:
+    def body(rank: int) -> bool:
+        if rank == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        rpc.shutdown(timeout=TIMEOUT)
+        return True
+
+    with group(3, body, shut_down=False) as started:
+        assert started[0].result()
+        assert started[2].result()
+
+
+def test_a_graceful_shutdown_ends_at_its_timeout() -> None:
+    def body(rank: int) -> str:
+        if rank == 1:
+            linger()
+        try:
+            rpc.shutdown(timeout=0.5)
+        except SetupError as error:
+            return str(error)
+        return "nobody was missing"
+
+    with group(2, body, shut_down=False) as started:
+        assert "the others were not done after 0.5 s" in started[0].result()
+
+
+def test_a_shutdown_without_grace_asks_nobody() -> None:
+    def body(rank: int) -> str:
+        if rank == 1:
+            future = rpc.rpc_async("worker0", forever)
+            until(lambda: rpc.rpc_sync("worker0", running) == 1, "the call runs")
+            rpc.shutdown(graceful=False)
+            with pytest.raises(ShutDownError) as ended:
+                future.wait()
+            return str(ended.value)
+        linger()
+        return ""
+
+    with group(2, body, shut_down=False) as started:
+        assert "forever on worker 'worker0' was still running" in started[1].result()
+
+
+def test_shutdown_leaves_no_thread_and_no_descriptor() -> None:
+    def body(rank: int) -> None:
+        for n in range(3):
+            rpc.rpc_sync(f"worker{n}", echo, args=(torch.ones(100_000),))
+        rpc.shutdown()
+        assert threading.enumerate() == [threading.main_thread()]
+        assert {d for d in open_descriptors() if "socket:" in d or "anon_inode:" in d} <= before
+
+    before = open_descriptors()
+    with group(3, body, shut_down=False) as started:
+        for process in started:
+            process.result()
