@@ -24,9 +24,10 @@ def make_decoder() -> nn.Module:
     return nn.Sequential(nn.Linear(512, 10), nn.LogSoftmax(dim=1)).requires_grad_(False)
 
 
-def decode(decoder: rpc.RRef, hidden: rpc.RRef) -> torch.Tensor:
+def decode(decoder: rpc.RRef[nn.Module], hidden: rpc.RRef[torch.Tensor]) -> torch.Tensor:
     """Runs where the decoder lives, and fetches the activations from where they are."""
-    return decoder.local_value()(hidden.to_here())
+    scores: torch.Tensor = decoder.local_value()(hidden.to_here())
+    return scores
 
 
 def main() -> None:

@@ -102,7 +102,7 @@ def meeting_place() -> Iterator[str]:
 def group(
     size: int, body: Callable[[int], Any], *, shut_down: bool = True, **options: Any
 ) -> Iterator[list[Process]]:
-    """`size` worker processes, named worker0, worker1, ...; each runs ``body(rank)`` as a worker."""
+    """`size` worker processes, worker0, worker1 and so on; each runs ``body(rank)``."""
     with meeting_place() as place:
 
         def worker(rank: int) -> Callable[[], Any]:

@@ -166,9 +166,9 @@ def test_what_cannot_be_sent_is_named(memory_pair: list[Worker]) -> None:
     worker = memory_pair[0]
     with pytest.raises(EncodingError, match="argument 1 of echo"):
         worker.rpc_sync("worker1", echo, (1, lambda: 2))
-    with pytest.raises(EncodingError, match="argument 'value' of echo.*generator"):
+    with pytest.raises(EncodingError, match=r"argument 'value' of echo.*generator"):
         worker.rpc_async("worker1", echo, (), {"value": (i for i in range(3))})
-    with pytest.raises(EncodingError, match="the function .*lambda.*closures=True"):
+    with pytest.raises(EncodingError, match=r"the function .*lambda.*closures=True"):
         worker.remote("worker1", lambda: 1)
     assert worker.rpc_sync("worker1", echo, (3,)) == 3
 
@@ -366,7 +366,7 @@ def set_event(name: str) -> None:
 
 def test_no_more_functions_run_at_a_time_than_the_options_say() -> None:
     EVENTS["limit"] = threading.Event()
-    with cluster(2, options=rpc.Options(num_worker_threads=3)) as (a, b):
+    with cluster(2, options=rpc.Options(num_worker_threads=3)) as (a, _):
         running = [a.rpc_async("worker1", wait_for_event, ("limit",)) for _ in range(3)]
         late = a.rpc_async("worker1", whoami)
         with pytest.raises(CallTimeout):

@@ -66,7 +66,7 @@ class House:
         sock.connect(where)
         return sock
 
-    def connect(self, transport: UnixTransport | TcpTransport, them: str) -> Connection:
+    def connect(self, transport: UnixTransport | TcpTransport, them: Greeting) -> Connection:
         """Connect the ordinary way, with the listener driven meanwhile."""
         finished: list[Connection | Exception] = []
 
@@ -178,13 +178,13 @@ def test_a_proof_is_good_for_one_connection_only(house: House) -> None:
 
 def test_a_caller_notices_that_the_listener_has_another_token(house: House) -> None:
     with pytest.raises(AuthenticationError, match="token"):
-        house.connect(type(house.transport)(b"another secret"), LISTENER.incarnation)
+        house.connect(type(house.transport)(b"another secret"), LISTENER)
     assert not house.accepted
 
 
 def test_a_caller_notices_that_it_reached_another_life_of_the_worker(house: House) -> None:
     with pytest.raises(AuthenticationError, match="another process"):
-        house.connect(house.transport, "an-earlier-life")
+        house.connect(house.transport, LISTENER._replace(incarnation="an-earlier-life"))
     assert not house.accepted
 
 
@@ -193,7 +193,7 @@ def test_a_caller_that_is_hung_up_on_is_told_so(house: House) -> None:
 
     def connect() -> None:
         with pytest.raises((AuthenticationError, ConnectionError)):
-            house.transport.connect(house.place, CALLER, LISTENER.incarnation, PATIENCE)
+            house.transport.connect(house.place, CALLER, LISTENER, PATIENCE)
         finished.append(None)
 
     with Background(connect):
@@ -203,8 +203,8 @@ def test_a_caller_that_is_hung_up_on_is_told_so(house: House) -> None:
 
 
 def test_who_proves_itself_is_known_by_its_greeting(house: House) -> None:
-    caller = house.connect(house.transport, LISTENER.incarnation)
-    assert caller.peer.incarnation == LISTENER.incarnation
+    caller = house.connect(house.transport, LISTENER)
+    assert caller.peer.incarnation == LISTENER
     assert [connection.peer for connection in house.accepted] == [CALLER]
 
 
@@ -214,7 +214,7 @@ def test_a_greeting_that_does_not_fit_is_refused_before_it_is_sent() -> None:
 
 
 def test_a_member_that_claims_too_much_is_cut_off_without_any_memory(house: House) -> None:
-    raw = house.connect(house.transport, LISTENER.incarnation)
+    raw = house.connect(house.transport, LISTENER)
     raw.send(Frame(b"ok"))
     take(house.accepted[0], 1)
     raw._sock.send(CLAIM)  # type: ignore[attr-defined]
@@ -245,7 +245,7 @@ def test_a_crowd_of_strangers_does_not_keep_members_out(house: House) -> None:
     ours = len(open_descriptors()) - descriptors - len(strangers)
     assert ours <= MAX_GUESTS
     assert [stranger.recv(1) for stranger in strangers[:20]] == [b""] * 20
-    house.connect(house.transport, LISTENER.incarnation)
+    house.connect(house.transport, LISTENER)
     assert len(house.accepted) == 1
 
 

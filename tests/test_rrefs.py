@@ -8,7 +8,7 @@ import random
 import threading
 import weakref
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -32,7 +32,7 @@ def trio(request: pytest.FixtureRequest) -> Iterator[list[Worker]]:
 class Thing:
     """A value whose life can be observed."""
 
-    alive: weakref.WeakSet[Thing] = weakref.WeakSet()
+    alive: ClassVar[weakref.WeakSet[Thing]] = weakref.WeakSet()
 
     def __init__(self, name: str):
         self.name = name

@@ -114,7 +114,7 @@ def test_memory_ends_a_connection_to_a_listener_that_closes_before_it_accepts() 
     network, poller, accepted = MemoryNetwork(), EpollPoller(), []
     with contextlib.closing(poller):
         listener = network.listen(LISTENER, poller, accepted.append)
-        caller = network.connect(listener.address.place, CALLER, LISTENER.incarnation, PATIENCE)
+        caller = network.connect(listener.address.place, CALLER, LISTENER, PATIENCE)
         listener.close()
         callback = poller.next()
         assert callback is not None
@@ -247,7 +247,7 @@ def test_unix_sender_keeps_nothing_of_a_receiver_that_was_killed() -> None:
 
 def _hold_a_tensor_until_killed(place: str) -> None:
     try:
-        connection = UnixTransport(TOKEN).connect(place, CALLER, LISTENER.incarnation, PATIENCE)
+        connection = UnixTransport(TOKEN).connect(place, CALLER, LISTENER, PATIENCE)
         held = take(connection, 1)
         connection.send(Frame(b"I hold it"))
         signal.pause()

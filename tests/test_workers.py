@@ -188,7 +188,12 @@ def test_a_missing_worker_is_named_at_the_deadline() -> None:
 
 @pytest.mark.parametrize(
     ("name", "complaint"),
-    [("", "non-empty"), ("x" * 128, "shorter than 128"), ("a b", "must match"), ("é", "must match")],
+    [
+        ("", "non-empty"),
+        ("x" * 128, "shorter than 128"),
+        ("a b", "must match"),
+        ("é", "must match"),
+    ],
 )
 def test_names_are_checked(name: str, complaint: str) -> None:
     with pytest.raises(SetupError, match=complaint):
@@ -274,9 +279,7 @@ def test_a_frozen_worker_is_noticed_by_its_silence() -> None:
         rpc.shutdown(graceful=False)
         return str(lost.value)
 
-    with group(
-        2, body, shut_down=False, heartbeat_interval=0.1, heartbeat_limit=0.5
-    ) as started:
+    with group(2, body, shut_down=False, heartbeat_interval=0.1, heartbeat_limit=0.5) as started:
         text = started[0].result()
         started[1].signal(signal.SIGCONT)
     assert "no sign of life" in text

@@ -29,7 +29,7 @@ __all__ = [
 ]
 
 #: Where the public names live. They are imported when first asked for: torch takes more than a
-#: second to import, and the `gradwire` command, which only starts other processes, needs none of it.
+#: second to import, and the `gradwire` command, which only starts processes, does without it.
 _HOMES = {
     "Future": "gradwire.agent.futures",
     "GradwireError": "gradwire.errors",

@@ -1,7 +1,7 @@
 """The `gradwire` command.
 
-    gradwire run -n 4 train.py --epochs 3      start four workers on this machine
-    gradwire bench rpc                         measure gradwire against torch's RPC
+gradwire run -n 4 train.py --epochs 3      start four workers on this machine
+gradwire bench rpc                         measure gradwire against torch's RPC
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import argparse
 import os
 from collections.abc import Sequence
 
-from gradwire import launch
+from gradwire import bench, launch
 from gradwire._version import __version__
 
 
@@ -24,9 +24,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     if options.action == "run":
         return _run(parser, options)
-    # Imported here: starting workers does not need it.
-    from gradwire import bench
-
     return bench.main(options.suite, options.rounds, options.quick, options.json)
 
 
@@ -53,11 +50,13 @@ def _parser() -> argparse.ArgumentParser:
     run.add_argument("-m", dest="is_module", action="store_true", help="the program is a module")
     run.add_argument("command", nargs=argparse.REMAINDER, help="the program and its arguments")
 
-    bench = actions.add_parser("bench", help="measure gradwire against torch")
-    bench.add_argument("suite", choices=["rpc"])
-    bench.add_argument("--rounds", type=_at_least_one, default=5, metavar="R")
-    bench.add_argument("--quick", action="store_true", help="few calls: a trial, not a measurement")
-    bench.add_argument("--json", metavar="FILE", help="write every sample to this file")
+    measure = actions.add_parser("bench", help="measure gradwire against torch")
+    measure.add_argument("suite", choices=sorted(bench.SUITES))
+    measure.add_argument("--rounds", type=_at_least_one, default=5, metavar="R")
+    measure.add_argument(
+        "--quick", action="store_true", help="few calls: a trial, not a measurement"
+    )
+    measure.add_argument("--json", metavar="FILE", help="write every sample to this file")
     return parser
 
 

@@ -32,7 +32,7 @@ GRACE_SECONDS = 10.0
 #: Seconds for output that is still on its way when a worker has ended.
 _LAST_OUTPUT_SECONDS = 2.0
 #: A blocked wait does not notice Ctrl-C on Windows, so it must look up from time to time.
-_LONGEST_WAIT = 0.5 if os.name == "nt" else threading.TIMEOUT_MAX
+_LONGEST_WAIT = 0.5 if sys.platform == "win32" else threading.TIMEOUT_MAX
 #: The signals that end everything; Windows has no SIGHUP.
 _ENDING_SIGNALS = [
     getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name)
@@ -104,11 +104,11 @@ def free_port() -> Iterator[int]:
         True
     """
     with socket.socket() as holder:
-        if os.name == "posix":
+        if sys.platform != "win32":
             holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         holder.bind(("127.0.0.1", 0))
         port = holder.getsockname()[1]
-        if os.name != "posix":
+        if sys.platform == "win32":
             holder.close()  # elsewhere nobody could listen there otherwise
         yield port
 
@@ -120,7 +120,8 @@ def die_with_parent() -> None:
         _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
-_LIBC = ctypes.CDLL(None) if sys.platform == "linux" else None
+# Loaded here: little is safe between fork and exec.
+_LIBC: Any = ctypes.CDLL(None) if sys.platform == "linux" else None
 
 
 class _Worker:
@@ -131,7 +132,7 @@ class _Worker:
         self._lock = threading.Lock()
         self._over = False
         options: dict[str, Any] = {}
-        if os.name == "posix":
+        if sys.platform != "win32":
             options = {"start_new_session": True, "preexec_fn": die_with_parent}
         self.process = subprocess.Popen(
             [sys.executable, "-u", *command],
@@ -144,7 +145,8 @@ class _Worker:
 
     def follow(self, events: SimpleQueue[_Worker | int]) -> None:
         """Pass its output on; when it is over, say so in `events`."""
-        assert self.process.stdout and self.process.stderr
+        assert self.process.stdout
+        assert self.process.stderr
         prefix = f"[worker {self.rank}] ".encode()
         pumps = [
             threading.Thread(target=_pass_lines_on, args=(prefix, source, sink), daemon=True)
@@ -157,10 +159,8 @@ class _Worker:
             pump.start()
         threading.Thread(target=self._await_end, args=(pumps, events), daemon=True).start()
 
-    def _await_end(
-        self, pumps: list[threading.Thread], events: SimpleQueue[_Worker | int]
-    ) -> None:
-        if os.name == "posix":
+    def _await_end(self, pumps: list[threading.Thread], events: SimpleQueue[_Worker | int]) -> None:
+        if sys.platform != "win32":
             # Not reaped yet: until then nobody else can get its number, which names its group.
             os.waitid(os.P_PID, self.process.pid, os.WEXITED | os.WNOWAIT)
             self.send(_KILL)
@@ -178,7 +178,7 @@ class _Worker:
         with self._lock, contextlib.suppress(ProcessLookupError, PermissionError):
             if self._over:
                 return
-            if os.name == "posix":
+            if sys.platform != "win32":
                 os.killpg(self.process.pid, signum)
             else:
                 self.process.terminate()

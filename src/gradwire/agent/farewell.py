@@ -4,7 +4,8 @@ In a group of fixed size a graceful shutdown waits for everybody's work. Each wo
 open call, reports to the first one how many calls it has sent and received so far. The work is done
 when all have reported, as many calls were received as sent, and the numbers are those of the round
 before: a call that was still travelling would have changed them. Workers that are lost on the way
-are left out, and then the numbers cannot be compared any more.
+are left out, and then the numbers cannot be compared any more. Should a message have got lost on a
+connection that still stands, the numbers never match; they are believed when they stand still.
 """
 
 from __future__ import annotations
@@ -23,6 +24,10 @@ logger = logging.getLogger("gradwire")
 
 _Report = tuple[int, int] | None
 
+#: Between reports when the numbers do not match, and how often they may be the same wrong ones.
+_PAUSE_SECONDS = 0.05
+_PATIENCE_ROUNDS = 20
+
 
 class Farewell:
     """One worker's part in it; the worker with the lowest id also counts the reports."""
@@ -33,6 +38,7 @@ class Farewell:
         self._gone: set[int] = set()
         self._reports: dict[int, tuple[_Report, Request]] = {}
         self._previous: dict[int, _Report] | None = None
+        self._rounds_unchanged = 0
         self._changed = threading.Condition(self._lock)
         agent.handle(Kind.BARRIER, self._take_report)
         agent.on_gone.append(self._leave_out)
@@ -43,15 +49,16 @@ class Farewell:
         first = min(member.info.id for member in agent.roster.members())
         if agent.info.id == first:
             self._reach_out(deadline)
-        while True:
+        pause: float | None = 0.0
+        while pause is not None:
+            time.sleep(pause)
             if not agent.wait_until_quiet(deadline):
                 return False
             try:
                 report = agent.request(
                     first, Kind.BARRIER, agent.traffic(), max(0.05, deadline - time.monotonic())
                 )
-                if report.wait():
-                    break
+                pause = report.wait()
             except CallError as error:
                 if time.monotonic() >= deadline:
                     return False
@@ -99,10 +106,13 @@ class Farewell:
             answered = [request for _, request in self._reports.values()]
             reports = {id: report for id, (report, _) in self._reports.items()}
             self._reports = {}
-            done = reports == self._previous and _balanced(reports)
+            unchanged = reports == self._previous
+            self._rounds_unchanged = self._rounds_unchanged + 1 if unchanged else 0
             self._previous = reports
+            done = unchanged and (_balanced(reports) or self._rounds_unchanged > _PATIENCE_ROUNDS)
+        pause = None if done else _PAUSE_SECONDS if self._rounds_unchanged > 1 else 0.0
         for request in answered:
-            request.answer(done)
+            request.answer(pause)
 
 
 def _balanced(reports: dict[int, _Report]) -> bool:

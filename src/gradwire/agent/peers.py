@@ -102,7 +102,7 @@ class Peers:
                 return transport.connect(
                     address.place,
                     self.me,
-                    peer.member.incarnation,
+                    Greeting(peer.info.id, peer.info.name, peer.member.incarnation),
                     max(0.01, deadline - time.monotonic()),
                 )
             except (OSError, AuthenticationError) as error:

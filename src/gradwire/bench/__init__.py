@@ -1,16 +1,16 @@
 """Measuring gradwire against torch: ``gradwire bench SUITE``.
 
-`contest` runs and compares, without knowing what; every suite is a module of its own that says which
-contestants there are and what they are asked to do. torch is imported by the contestants' processes
-alone.
+`contest` runs and compares, without knowing what; every suite is a module of its own that says who
+takes part and what they are asked to do. Only the contestants' processes import torch.
 """
 
 from __future__ import annotations
 
 import json
+import sys
 from importlib import import_module
 
-from gradwire.bench.contest import Suite, contest, facts, table
+from gradwire.bench import contest
 
 #: The suites, and the modules they are in.
 SUITES = {"rpc": "gradwire.bench.rpc"}
@@ -21,11 +21,17 @@ def main(suite: str, rounds: int, quick: bool, json_file: str | None) -> int:
 
     >>> main("rpc", rounds=5, quick=False, json_file=None)       # doctest: +SKIP
     """
-    chosen: Suite = import_module(SUITES[suite]).SUITE
-    conditions = facts(rounds, quick)
+    chosen: contest.Suite = import_module(SUITES[suite]).SUITE
+    conditions = contest.facts(rounds, quick)
     print(f"{chosen.title}\n{', '.join(f'{k} {v}' for k, v in conditions.items())}\n", flush=True)
-    samples = contest(chosen, rounds, quick)
-    print(table(chosen, samples))
+    try:
+        samples = contest.hold(chosen, rounds, quick)
+    except contest.BenchError as error:
+        print(f"gradwire: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        return 130
+    print(contest.table(chosen, samples))
     if json_file:
         with open(json_file, "w") as file:
             json.dump({"suite": suite, **conditions, "unit": "s", "samples": samples}, file)

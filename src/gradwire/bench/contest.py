@@ -67,7 +67,7 @@ class BenchError(RuntimeError):
     """A contestant failed or did not answer in time."""
 
 
-def contest(suite: Suite, rounds: int, quick: bool) -> Samples:
+def hold(suite: Suite, rounds: int, quick: bool) -> Samples:
     """Let the contestants take turns at every case, `rounds` times."""
     samples: Samples = {case.name: {who: [] for who in case.contestants} for case in suite.cases}
     with ExitStack() as started:
@@ -118,9 +118,7 @@ def _running(contestant: Contestant) -> Iterator[Connection]:
                 process.join(END_SECONDS)
 
 
-def _take_part(
-    contestant: Contestant, rank: int, place: dict[str, str], line: Connection
-) -> None:
+def _take_part(contestant: Contestant, rank: int, place: dict[str, str], line: Connection) -> None:
     """What each process of a contestant does."""
     die_with_parent()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the parent, which then ends us
@@ -164,11 +162,16 @@ def table(suite: Suite, samples: Samples) -> str:
             continue
         ratios = [a / b for a, b in zip(*medians.values(), strict=True)]
         rows.append((case.name, cells[0], cells[1], _with_spread(ratios, "{:.2f}".format)))
-    return "\n".join([*_aligned(rows), "", *_aligned(alone)])
+    return "\n".join([*_aligned(rows), "", *_aligned(alone)]).strip("\n")
 
 
 def _with_spread(values: list[float], show: Callable[[float], str]) -> str:
-    return f"{show(median(values))} ({show(min(values))} .. {show(max(values))})"
+    low, high = sorted((show(min(values)), show(max(values))), key=_number)
+    return f"{show(median(values))} ({low.split()[0]} .. {high.split()[0]})"
+
+
+def _number(text: str) -> float:
+    return float(text.split()[0])
 
 
 def _aligned(rows: list[Any]) -> list[str]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import socket
 import time
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -101,6 +102,7 @@ def copies(size: int, _line: socket.socket, count: int) -> list[float]:
 
 @contextmanager
 def worker(module: str, rank: int) -> Iterator[Any]:
+    warnings.simplefilter("ignore")  # torch's RPC warns of its own ways at every shutdown
     rpc = import_module(module)
     rpc.init_rpc(f"worker{rank}", rank=rank, world_size=2)
     yield rpc
@@ -157,11 +159,7 @@ SUITE = Suite(
         Case("echo of 16 MB", partial(echoes, 16 * MB), 20, partial(rate, 2 * 16 * MB), 1),
         Case("echo of 64 MB", partial(echoes, 64 * MB), 8, partial(rate, 2 * 64 * MB), 1),
         Case("echo of 256 MB", partial(echoes, 256 * MB), 4, partial(rate, 2 * 256 * MB), 1),
-        Case(
-            "bare unix socket, there and back", ping_pongs, 3000, microseconds, 10, ("machine",)
-        ),
-        Case(
-            "copy of 64 MB, once", partial(copies, 64 * MB), 10, milliseconds, 1, ("machine",)
-        ),
+        Case("bare unix socket, there and back", ping_pongs, 3000, microseconds, 10, ("machine",)),
+        Case("copy of 64 MB, once", partial(copies, 64 * MB), 10, milliseconds, 1, ("machine",)),
     ),
 )

@@ -4,6 +4,7 @@
 `transports` has the checks that every transport must pass.
 """
 
-from gradwire.testing.workers import cluster
+from gradwire.testing.faults import Fault, FaultyTransport
+from gradwire.testing.workers import cluster, transports_named
 
-__all__ = ["cluster"]
+__all__ = ["Fault", "FaultyTransport", "cluster", "transports_named"]

@@ -92,9 +92,7 @@ def open_pair(transport: Transport, make_poller: Callable[[], Poller]) -> Iterat
         listener = transport.listen(LISTENER, poller, accepted.append)
         stack.callback(listener.close)
         with Background(lambda: drive(poller, lambda: accepted, "the connection")):
-            caller = transport.connect(
-                listener.address.place, CALLER, LISTENER.incarnation, PATIENCE
-            )
+            caller = transport.connect(listener.address.place, CALLER, LISTENER, PATIENCE)
             stack.callback(caller.close)
         stack.callback(accepted[0].close)
         yield Pair(caller, accepted[0], poller)

@@ -106,6 +106,6 @@ class Transport(Protocol):
         """Accept connections; `accepted` is called by the poller for each, when it has proven
         that it belongs to the group."""
 
-    def connect(self, place: str, me: Greeting, them: str, timeout: float) -> Connection:
-        """Open a connection to the worker whose incarnation is `them`. Raises OSError when
-        nobody can be reached there and AuthenticationError when it is not them."""
+    def connect(self, place: str, me: Greeting, them: Greeting, timeout: float) -> Connection:
+        """Open a connection to `them`. Raises OSError when nobody can be reached there and
+        AuthenticationError when it is somebody else."""

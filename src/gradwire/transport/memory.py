@@ -40,11 +40,11 @@ class MemoryNetwork:
         self,
         place: str,
         me: Greeting,
-        them: str,
+        them: Greeting,
         timeout: float,  # noqa: ARG002
     ) -> MemoryConnection:
         listener = self._listeners.get(place)
-        if listener is None or listener.me.incarnation != them:
+        if listener is None or listener.me.incarnation != them.incarnation:
             raise ConnectionRefusedError(f"no worker listens at place {place} of this process")
         here, there = MemoryConnection(listener.me), MemoryConnection(me)
         here.other, there.other = there, here

@@ -11,6 +11,7 @@ once, and the kernel frees it with the last process that maps it, however that p
 
 from __future__ import annotations
 
+import ctypes
 import fcntl
 import mmap
 import os
@@ -41,6 +42,38 @@ def _capacity(size: int) -> int:
     return 1 << max(16, (size + _HEADER - 1).bit_length())
 
 
+_libc = ctypes.CDLL(None, use_errno=True)
+_libc.mmap.restype = ctypes.c_void_p
+_libc.mmap.argtypes = (
+    ctypes.c_void_p,
+    ctypes.c_size_t,
+    ctypes.c_int,
+    ctypes.c_int,
+    ctypes.c_int,
+    ctypes.c_long,
+)
+_libc.munmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
+_MAP_FAILED = ctypes.c_void_p(-1).value
+
+
+def _map(descriptor: int, size: int) -> memoryview:
+    """Shared memory as bytes, mapped until the last view of it is gone.
+
+    Python's own mmap keeps a descriptor per mapping, and there can be more segments than
+    descriptors.
+    """
+    address = _libc.mmap(
+        None, size, mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_SHARED, descriptor, 0
+    )
+    if address == _MAP_FAILED:
+        number = ctypes.get_errno()
+        raise OSError(number, f"cannot map shared memory: {os.strerror(number)}")
+    memory = (ctypes.c_ubyte * size).from_address(address)
+    unmap = weakref.finalize(memory, _libc.munmap, address, size)
+    unmap.atexit = False  # tensors may outlive the interpreter's other business
+    return memoryview(memory).cast("B")
+
+
 class _Segment:
     """A piece of shared memory this process writes to."""
 
@@ -51,7 +84,7 @@ class _Segment:
         try:
             os.ftruncate(descriptor, capacity)
             fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, _SEALS)
-            self.memory = mmap.mmap(descriptor, capacity)
+            self.memory = _map(descriptor, capacity)
         except BaseException:
             os.close(descriptor)
             raise
@@ -158,16 +191,15 @@ class _Mapped:
             raise ConnectionClosed("the peer sent shared memory that it could take away again")
         if os.fstat(descriptor).st_size != capacity:
             raise ConnectionClosed("the peer sent shared memory of another size than it said")
-        self._memory = mmap.mmap(descriptor, capacity)
-        self._view = memoryview(self._memory)
+        self._memory = _map(descriptor, capacity)
         self._in_use: weakref.ref[memoryview] | None = None
 
     def tensor(self, length: int) -> Tensor:
         """The bytes as a tensor; the segment returns to its sender when the tensor dies."""
-        if not 0 < length <= len(self._view) - _HEADER:
+        if not 0 < length <= len(self._memory) - _HEADER:
             raise ConnectionClosed(f"the peer named {length} bytes of a smaller segment")
         # torch keeps this very object alive as long as the tensor's memory is in use.
-        piece = self._view[_HEADER : _HEADER + length]
+        piece = self._memory[_HEADER : _HEADER + length]
         self._in_use = weakref.ref(piece, self._free)
         with torch.inference_mode(False):  # the thread that reads may read for another one
             return torch.frombuffer(piece, dtype=torch.uint8)

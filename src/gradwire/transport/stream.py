@@ -108,7 +108,9 @@ class StreamConnection:
         if not self._writing.acquire(blocking=False):
             return False
         try:
-            if not self._closed and wait_for(self._sock, writable=True, timeout=0):
+            if self._closed:
+                raise ConnectionClosed("the connection is closed")
+            if wait_for(self._sock, writable=True, timeout=0):
                 self._write([PREFIX.pack(len(frame.head), 0, 0) + frame.head], None)
             return True
         finally:

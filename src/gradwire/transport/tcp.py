@@ -50,12 +50,12 @@ class TcpTransport:
             "GRADWIRE_HOST) must be an address of this machine that the other workers reach"
         )
 
-    def connect(self, place: str, me: Greeting, them: str, timeout: float) -> StreamConnection:
+    def connect(self, place: str, me: Greeting, them: Greeting, timeout: float) -> StreamConnection:
         host, port = place.split("|")
         sock = socket.create_connection((host, int(port)), timeout)
         try:
-            shake_hands(sock, self.token, me, them)
-            return self.connection(sock, Greeting(-1, "", them))
+            shake_hands(sock, self.token, me, them.incarnation)
+            return self.connection(sock, them)
         except BaseException:
             sock.close()
             raise

@@ -63,7 +63,7 @@ class UnixTransport:
         sock.listen(256)
         return UnixListener(sock, Address(self.name, place), self, me, poller, accepted)
 
-    def connect(self, place: str, me: Greeting, them: str, timeout: float) -> UnixConnection:
+    def connect(self, place: str, me: Greeting, them: Greeting, timeout: float) -> UnixConnection:
         sock = socket.socket(socket.AF_UNIX)
         channel, their_channel = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         try:
@@ -72,12 +72,13 @@ class UnixTransport:
             probe = os.memfd_create("gradwire-probe", os.MFD_CLOEXEC)
             try:
                 os.ftruncate(probe, _PROBE)
-                shake_hands(sock, self.token, me, them, (their_channel.fileno(), probe))
+                passed = (their_channel.fileno(), probe)
+                shake_hands(sock, self.token, me, them.incarnation, passed)
                 if os.pread(probe, len(_ANSWER), 0) != _ANSWER:
                     raise ConnectionRefusedError("memory cannot be shared with that worker")
             finally:
                 os.close(probe)
-            return UnixConnection(sock, channel, Greeting(-1, "", them), self)
+            return UnixConnection(sock, channel, them, self)
         except BaseException:
             sock.close()
             channel.close()

@@ -1,0 +1,149 @@
+"""A transport that misbehaves on purpose.
+
+`FaultyTransport` wraps another one. Each `Fault` says what happens to which frames: by the kind of
+message, by the worker that sends or receives, always or with a chance, a limited number of times.
+Chances are taken from a seed, so a failure found once can be found again.
+
+    >>> faults = [Fault("drop", kind=Kind.RREF_USER_DELETE, times=2)]
+    >>> with cluster(2, transports=[FaultyTransport(MemoryNetwork(), faults, seed=1)]):
+    ...     ...  # doctest: +SKIP
+"""
+
+from __future__ import annotations
+
+import random
+import threading
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Literal
+
+from gradwire.errors import ConnectionClosed
+from gradwire.transport.base import Connection, Frame, Greeting, Listener, Transport
+from gradwire.transport.poller import Poller
+from gradwire.wire.messages import Kind, peek
+
+Action = Literal["drop", "delay", "duplicate", "cut"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Where:
+    kind: Kind | None = None
+    sender: str | None = None
+    receiver: str | None = None
+    chance: float = 1.0
+    times: int | None = None
+    seconds: float = 0.05
+
+
+@dataclass(frozen=True)
+class Fault(_Where):
+    """What happens to frames: they get lost (drop), arrive `seconds` late (delay), arrive twice
+    (duplicate), or take the whole connection with them (cut).
+
+    `kind` None means any message; an answer has the kind PYTHON_RET or EXCEPTION. `sender` and
+    `receiver` are names of workers, None means any.
+    """
+
+    action: Action = "drop"
+
+
+class FaultyTransport:
+    """Another transport, with faults. One object may serve all workers of a cluster."""
+
+    def __init__(self, inner: Transport, faults: Iterable[Fault], seed: int = 0):
+        self._inner = inner
+        self._faults = list(faults)
+        self._dice = random.Random(seed)
+        self._lock = threading.Lock()
+        self._left = [fault.times for fault in self._faults]
+        #: What was done so far, in order: (action, kind, sender, receiver).
+        self.done: list[tuple[Action, Kind, str, str]] = []
+
+    @property
+    def name(self) -> str:
+        return self._inner.name
+
+    def listen(
+        self, me: Greeting, poller: Poller, accepted: Callable[[Connection], None]
+    ) -> Listener:
+        return self._inner.listen(
+            me, poller, lambda connection: accepted(FaultyConnection(connection, self, me))
+        )
+
+    def connect(self, place: str, me: Greeting, them: Greeting, timeout: float) -> Connection:
+        return FaultyConnection(self._inner.connect(place, me, them, timeout), self, me)
+
+    def choose(self, frame: Frame, sender: str, receiver: str) -> Fault | None:
+        """The fault that befalls a frame, if any."""
+        kind, _ = peek(frame.head)
+        with self._lock:
+            for index, fault in enumerate(self._faults):
+                if fault.kind not in (None, kind) or self._left[index] == 0:
+                    continue
+                if fault.sender not in (None, sender) or fault.receiver not in (None, receiver):
+                    continue
+                if fault.chance < 1.0 and self._dice.random() >= fault.chance:
+                    continue
+                left = self._left[index]
+                if left is not None:
+                    self._left[index] = left - 1
+                self.done.append((fault.action, Kind(kind), sender, receiver))
+                return fault
+        return None
+
+
+class FaultyConnection:
+    """A connection whose frames meet the faults of its transport when they are sent."""
+
+    def __init__(self, inner: Connection, transport: FaultyTransport, me: Greeting):
+        self._inner = inner
+        self._transport = transport
+        self._me = me.name
+        self.peer = inner.peer
+        # Reading is not touched.
+        self.begin_reading = inner.begin_reading
+        self.end_reading = inner.end_reading
+        self.receive = inner.receive
+        self.wait = inner.wait
+        self.attach = inner.attach
+        self.arm = inner.arm
+        self.disarm = inner.disarm
+        self.trim = inner.trim
+        self._timers: set[threading.Timer] = set()
+
+    def send(self, frame: Frame, blocked: Callable[[], object] | None = None) -> None:
+        fault = self._transport.choose(frame, self._me, self.peer.name)
+        if fault is None:
+            self._inner.send(frame, blocked)
+        elif fault.action == "duplicate":
+            self._inner.send(frame, blocked)
+            self._inner.send(frame, blocked)
+        elif fault.action == "delay":
+            self._send_later(frame, fault.seconds)
+        elif fault.action == "cut":
+            self.close()
+
+    def close(self) -> None:
+        self._inner.close()
+        for timer in list(self._timers):
+            timer.cancel()
+            timer.join()
+
+    def nudge(self, frame: Frame) -> bool:
+        return self._inner.nudge(frame)
+
+    def _send_later(self, frame: Frame, seconds: float) -> None:
+        # The sender may change its tensors as soon as `send` returns.
+        copy = Frame(bytes(frame.head), [buffer.detach().clone() for buffer in frame.buffers])
+        timer = threading.Timer(seconds, self._send_quietly, (copy,))
+        timer.daemon = True
+        self._timers.add(timer)
+        timer.start()
+
+    def _send_quietly(self, frame: Frame) -> None:
+        try:
+            self._inner.send(frame)
+        except ConnectionClosed:
+            pass
+        finally:
+            self._timers.discard(threading.current_thread())

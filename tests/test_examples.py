@@ -1,0 +1,32 @@
+"""The examples run as they say."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+EXAMPLES = Path(__file__).parent.parent / "examples"
+
+
+def run(workers: int, script: str) -> str:
+    command = [sys.executable, "-m", "gradwire", "run", "-n", str(workers), str(EXAMPLES / script)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+    return done.stdout
+
+
+def test_hello() -> None:
+    assert sorted(run(2, "hello.py").splitlines()) == [
+        "[worker 0] here it is: tensor([2., 2., 2.])",
+        "[worker 1] worker1 multiplies by 2",
+    ]
+
+
+def test_quickstart_computes_what_one_process_computes() -> None:
+    out = run(3, "quickstart.py")
+    assert out.count("batch ") == 13
+    difference = re.search(r"in one process: (\S+)$", out.strip())
+    assert difference is not None
+    assert float(difference[1]) < 1e-5

@@ -1,0 +1,143 @@
+"""What holds when messages are lost, late, doubled, or take the connection with them."""
+
+from __future__ import annotations
+
+import gc
+import itertools
+import threading
+from typing import Any
+
+import pytest
+import torch
+
+from gradwire import rpc
+from gradwire.errors import CallTimeout, WorkerLost
+from gradwire.testing import Fault, FaultyTransport, cluster, transports_named
+from gradwire.transport.memory import MemoryNetwork
+from gradwire.wire.messages import Kind
+from gradwire.worker import Worker
+from tests.processes import until
+
+RUNS = itertools.count()
+
+
+def count_run() -> int:
+    return next(RUNS)
+
+
+def faulty(*faults: Fault, seed: int = 0, inner: str = "memory") -> list[FaultyTransport]:
+    return [FaultyTransport(transports_named(inner)[0], faults, seed)]
+
+
+def test_a_lost_call_ends_at_its_deadline() -> None:
+    with cluster(2, transports=faulty(Fault("drop", kind=Kind.PYTHON_CALL, times=1))) as (a, _):
+        with pytest.raises(CallTimeout):
+            a.rpc_sync("worker1", count_run, timeout=0.1)
+        before = next(RUNS)
+        assert a.rpc_sync("worker1", count_run) == before + 1, "it did not run, and is not retried"
+
+
+def test_a_call_whose_answer_is_lost_is_not_run_again() -> None:
+    with cluster(2, transports=faulty(Fault("drop", kind=Kind.PYTHON_RET, times=1))) as (a, _):
+        before = next(RUNS)
+        with pytest.raises(CallTimeout) as late:
+            a.rpc_sync("worker1", count_run, timeout=0.1)
+        assert late.value.may_have_run
+        assert a.rpc_sync("worker1", count_run) == before + 2
+
+
+def test_an_answer_that_comes_twice_or_late_harms_nobody() -> None:
+    faults = (
+        Fault("duplicate", kind=Kind.PYTHON_RET, times=3),
+        Fault("delay", kind=Kind.PYTHON_RET, times=3, seconds=0.15),
+    )
+    with cluster(2, transports=faulty(*faults)) as (a, _):
+        assert [a.rpc_sync("worker1", max, (n, 0)) for n in range(3)] == [0, 1, 2]
+        for n in range(3):
+            with pytest.raises(CallTimeout):
+                a.rpc_sync("worker1", max, (n, 0), timeout=0.02)
+        futures = [a.rpc_async("worker1", max, (n, 0)) for n in range(50)]
+        assert [future.wait() for future in futures] == list(range(50))
+
+
+@pytest.mark.parametrize("kind", [Kind.PYTHON_CALL, Kind.PYTHON_RET])
+@pytest.mark.parametrize("inner", ["memory", "unix", "tcp"])
+def test_a_cut_connection_fails_its_calls_and_is_made_anew(kind: Kind, inner: str) -> None:
+    with cluster(2, transports=faulty(Fault("cut", kind=kind, times=1), inner=inner)) as (a, _):
+        with pytest.raises(WorkerLost, match="'worker1'"):
+            a.rpc_sync("worker1", count_run)
+        assert a.rpc_sync("worker1", max, (1, 2)) == 2
+
+
+def test_all_calls_of_a_cut_connection_fail_at_once() -> None:
+    STARTED.clear()
+    fault = Fault("cut", kind=Kind.RREF_USER_DELETE, times=1)
+    with cluster(2, transports=faulty(fault)) as (a, _):
+        rref = a.remote("worker1", max, (1, 2))
+        rref.to_here()
+        waiting = [a.rpc_async("worker1", wait_for_start) for _ in range(10)]
+        del rref
+        try:
+            for future in waiting:
+                with pytest.raises(WorkerLost, match="may have run"):
+                    future.wait()
+        finally:
+            STARTED.set()
+
+
+STARTED = threading.Event()
+
+
+def wait_for_start() -> bool:
+    return STARTED.wait(30)
+
+
+def test_only_the_chosen_direction_is_disturbed() -> None:
+    fault = Fault("drop", kind=Kind.PYTHON_CALL, sender="worker0", receiver="worker1")
+    with cluster(3, transports=(transports := faulty(fault))) as (a, b, _):
+        with pytest.raises(CallTimeout):
+            a.rpc_sync("worker1", count_run, timeout=0.05)
+        assert a.rpc_sync("worker2", max, (1, 2)) == 2
+        assert b.rpc_sync("worker0", max, (1, 2)) == 2
+    assert transports[0].done == [("drop", Kind.PYTHON_CALL, "worker0", "worker1")]
+
+
+class Value:
+    pass
+
+
+def keep(rref: rpc.RRef[Any]) -> None:
+    KEPT.append(rref)
+
+
+KEPT: list[rpc.RRef[Any]] = []
+
+
+def nothing_held(workers: list[Worker]) -> bool:
+    gc.collect()
+    return all(not any(worker.refs.debug_info().values()) for worker in workers)
+
+
+CONTROL = [Kind.RREF_FORK_REQUEST, Kind.RREF_CHILD_ACCEPT, Kind.RREF_USER_DELETE]
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_references_survive_a_bad_network(seed: int) -> None:
+    """Control messages are lost, late and doubled; values are there while they are held, and go
+    when they are not."""
+    faults = [
+        Fault(action, kind=kind, chance=0.3, seconds=0.03, times=12)  # type: ignore[arg-type]
+        for kind in CONTROL
+        for action in ("drop", "delay", "duplicate")
+    ]
+    options = rpc.Options(heartbeat_interval=0.1, heartbeat_limit=0.25)
+    with cluster(
+        3, transports=[FaultyTransport(MemoryNetwork(), faults, seed)], options=options
+    ) as workers:
+        for n in range(12):
+            rref = workers[n % 3].remote((n + 1) % 3, torch.full, ((2,), float(n)))
+            workers[n % 3].rpc_sync((n + 2) % 3, keep, (rref,))
+        del rref
+        assert sorted(rref.to_here()[0].item() for rref in KEPT) == [float(n) for n in range(12)]
+        KEPT.clear()
+        until(lambda: nothing_held(workers), "all values are gone")
