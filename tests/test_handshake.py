@@ -204,7 +204,7 @@ def test_a_caller_that_is_hung_up_on_is_told_so(house: House) -> None:
 
 def test_who_proves_itself_is_known_by_its_greeting(house: House) -> None:
     caller = house.connect(house.transport, LISTENER)
-    assert caller.peer.incarnation == LISTENER
+    assert caller.peer == LISTENER
     assert [connection.peer for connection in house.accepted] == [CALLER]
 
 

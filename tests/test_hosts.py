@@ -1,0 +1,120 @@
+"""Workers on several "hosts": network name spaces joined by a virtual cable."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import shutil
+import subprocess
+import uuid
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+
+from gradwire import current, rpc
+from tests.processes import meeting_place, processes
+
+_CLONE_NEWNET = 0x40000000
+
+
+def ip(*words: str) -> None:
+    subprocess.run(["ip", *words], check=True, capture_output=True)
+
+
+def enter_namespace(name: str) -> None:
+    libc = ctypes.CDLL(None, use_errno=True)
+    descriptor = os.open(f"/var/run/netns/{name}", os.O_RDONLY)
+    try:
+        if libc.setns(descriptor, _CLONE_NEWNET):
+            raise OSError(ctypes.get_errno(), "cannot enter the name space")
+    finally:
+        os.close(descriptor)
+
+
+@pytest.fixture
+def hosts() -> Iterator[list[str]]:
+    """Two name spaces, 10.213.0.1 and 10.213.0.2."""
+    if shutil.which("ip") is None or os.geteuid() != 0:
+        pytest.skip("needs root and iproute2 to make network name spaces")
+    tag = uuid.uuid4().hex[:6]
+    names = [f"gw{tag}a", f"gw{tag}b"]
+    try:
+        for name in names:
+            ip("netns", "add", name)
+    except subprocess.CalledProcessError as error:
+        pytest.skip(f"cannot make network name spaces here: {error.stderr.decode().strip()}")
+    try:
+        ip(
+            "link",
+            "add",
+            names[0],
+            "netns",
+            names[0],
+            "type",
+            "veth",
+            "peer",
+            names[1],
+            "netns",
+            names[1],
+        )
+        for number, name in enumerate(names, 1):
+            ip("-n", name, "addr", "add", f"10.213.0.{number}/24", "dev", name)
+            ip("-n", name, "link", "set", name, "up")
+            ip("-n", name, "link", "set", "lo", "up")
+        yield names
+    finally:
+        for name in names:
+            ip("netns", "del", name)
+
+
+def echo(value: torch.Tensor) -> torch.Tensor:
+    return value
+
+
+def link_kinds() -> set[str]:
+    links = current.worker().agent.peers.links()
+    return {type(link.connection).__name__ for link in links}
+
+
+def on_host(name: str, rank: int, place: str) -> Callable[[], tuple[bool, set[str]]]:
+    def run() -> tuple[bool, set[str]]:
+        enter_namespace(name)
+        options = rpc.Options(
+            init_method=place, host=f"10.213.0.{rank + 1}", token="shared by both hosts"
+        )
+        rpc.init_rpc(f"worker{rank}", rank=rank, world_size=2, rpc_backend_options=options)
+        sent = torch.arange(2_000_000.0)
+        got = rpc.rpc_sync(f"worker{1 - rank}", echo, args=(sent,))
+        kinds = link_kinds()
+        rpc.shutdown()
+        return torch.equal(sent, got), kinds
+
+    return run
+
+
+def test_workers_on_two_hosts_use_tcp(hosts: list[str]) -> None:
+    """The workers see the same files and the same machine name; only trying tells the truth."""
+    with meeting_place() as place:
+        with processes(*(on_host(name, n, place) for n, name in enumerate(hosts))) as started:
+            for process in started:
+                equal, kinds = process.result()
+                assert equal
+                assert kinds == {"StreamConnection"}
+
+
+def test_workers_on_one_host_use_shared_memory() -> None:
+    def worker(rank: int, place: str) -> Callable[[], set[str]]:
+        def run() -> set[str]:
+            options = rpc.Options(init_method=place)
+            rpc.init_rpc(f"worker{rank}", rank=rank, world_size=2, rpc_backend_options=options)
+            rpc.rpc_sync(f"worker{1 - rank}", echo, args=(torch.ones(3),))
+            kinds = link_kinds()
+            rpc.shutdown()
+            return kinds
+
+        return run
+
+    with meeting_place() as place:
+        with processes(worker(0, place), worker(1, place)) as started:
+            assert [p.result() for p in started] == [{"UnixConnection"}] * 2

@@ -1,0 +1,143 @@
+"""A worker that strangers reach: nothing they send is decoded, and nothing they do harms."""
+
+from __future__ import annotations
+
+import os
+import resource
+import socket
+import struct
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+import gradwire
+from gradwire import rpc
+from gradwire.errors import SetupError, WorkerLost
+from gradwire.testing import cluster, transports_named
+from gradwire.transport.stream import MAX_GUESTS
+from gradwire.worker import Worker
+from tests.processes import meeting_place
+
+TIMEOUT = 30.0
+
+
+@pytest.fixture
+def pair() -> Iterator[list[Worker]]:
+    with cluster(2, transports=transports_named("tcp")) as workers:
+        yield workers
+
+
+def place_of(worker: Worker) -> tuple[str, int]:
+    assert worker.agent.member is not None
+    host, port = worker.agent.member.addresses[0].place.split("|")
+    return host, int(port)
+
+
+def call(worker: Worker, sent: bytes) -> bytes:
+    """Connect as a stranger would; what comes back until the worker hangs up."""
+    with socket.create_connection(place_of(worker), TIMEOUT) as stranger:
+        answer = b""
+        try:
+            stranger.sendall(sent)
+            stranger.shutdown(socket.SHUT_WR)
+            while piece := stranger.recv(4096):
+                answer += piece
+        except OSError:
+            pass  # it hung up in the middle
+        return answer
+
+
+@pytest.mark.parametrize(
+    "sent",
+    [
+        b"GET / HTTP/1.1\r\nHost: worker\r\n\r\n",
+        os.urandom(5000),
+        struct.pack("<QII", 1 << 62, 1 << 31, 0) * 10,
+        b"",
+        b"gradwire",
+        b"gradwire" + bytes(32) + os.urandom(400),
+    ],
+    ids=["http", "noise", "huge-header", "nothing", "magic-only", "no-proof"],
+)
+def test_strangers_harm_nothing(pair: list[Worker], sent: bytes) -> None:
+    assert pair[0].rpc_sync("worker1", max, (1, 2)) == 2
+    memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    for _ in range(20):
+        assert len(call(pair[1], sent)) <= 72, "at most the challenge is answered"
+    assert pair[0].rpc_sync("worker1", max, (3, 4)) == 4
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - memory < 20_000
+
+
+def test_a_crowd_of_strangers_does_not_keep_members_out(pair: list[Worker]) -> None:
+    crowd = [socket.create_connection(place_of(pair[1]), TIMEOUT) for _ in range(2 * MAX_GUESTS)]
+    try:
+        assert pair[0].rpc_sync("worker1", max, (1, 2)) == 2
+    finally:
+        for stranger in crowd:
+            stranger.close()
+
+
+def test_a_member_with_another_token_is_refused() -> None:
+    with meeting_place() as place:
+        options = [rpc.Options(init_method=place, token=token) for token in ("one", "two")]
+        with (
+            gradwire.Worker("a", options=options[0]) as a,
+            gradwire.Worker("b", options=options[1]),
+        ):
+            with pytest.raises(WorkerLost, match=r"'b' cannot be reached.*another token") as lost:
+                a.rpc_sync("b", max, (1, 2))
+            assert not lost.value.may_have_run
+
+
+def test_the_token_comes_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GRADWIRE_TOKEN", "a secret of the environment")
+    with meeting_place() as place:
+        same = rpc.Options(init_method=place, token="a secret of the environment")
+        with (
+            gradwire.Worker("a", options=rpc.Options(init_method=place)) as a,
+            gradwire.Worker("b", options=same),
+        ):
+            assert a.rpc_sync("b", max, (1, 2)) == 2
+
+
+def test_listening_to_other_machines_needs_a_token() -> None:
+    for host in ("0.0.0.0", "::"):
+        with pytest.raises(SetupError, match=r"needs a token.*GRADWIRE_TOKEN"):
+            gradwire.Worker("a", 0, 1, rpc.Options(host=host, init_method="file:///nowhere"))
+
+
+def test_workers_listen_on_loopback_unless_told_otherwise() -> None:
+    with meeting_place() as place:
+        with gradwire.Worker("a", options=rpc.Options(init_method=place)) as worker:
+            assert worker.agent.member is not None
+            for address in worker.agent.member.addresses:
+                assert address.transport == "unix" or address.place.startswith("127.0.0.1|")
+
+
+def test_a_host_that_is_not_here_is_explained() -> None:
+    with meeting_place() as place:
+        options = rpc.Options(init_method=place, host="192.0.2.1", token="t")
+        with pytest.raises(SetupError, match=r"cannot listen on host '192.0.2.1'.*option host"):
+            gradwire.Worker("a", options=options)
+
+
+def test_what_arrives_during_the_handshake_of_another_is_not_mixed_up(pair: list[Worker]) -> None:
+    """Strangers and members at once."""
+    stop = threading.Event()
+
+    def pester() -> None:
+        while not stop.is_set():
+            call(pair[1], os.urandom(100))
+
+    threads = [threading.Thread(target=pester) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    try:
+        results: list[Any] = [pair[0].rpc_sync("worker1", max, (n, 0)) for n in range(200)]
+    finally:
+        stop.set()
+        for thread in threads:
+            thread.join(TIMEOUT)
+    assert results == list(range(200))
