@@ -30,6 +30,11 @@ from gradwire.wire.values import Encoded, call_name
 
 FOREVER = float("inf")
 
+#: With this many calls open, answers are let gather before they are read: waking for each of them
+#: would take the interpreter from the threads that make the calls.
+_MANY = 16
+_GATHER_SECONDS = 100e-6
+
 
 class OpenCall:
     """A call that has left and waits for its answer."""
@@ -272,6 +277,8 @@ class Link:
     def _on_readable(self) -> None:
         """The leader's turn to read."""
         self._armed = False
+        if len(self._open) >= _MANY:
+            time.sleep(_GATHER_SECONDS)
         if not self.connection.begin_reading():
             return  # whoever reads will arm, or ask for somebody to
         try:

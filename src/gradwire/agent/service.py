@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections import deque
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
@@ -17,6 +18,8 @@ from gradwire.wire.values import Encoded
 
 if TYPE_CHECKING:
     from gradwire.agent.agent import Agent
+
+logger = logging.getLogger("gradwire")
 
 
 class Request:
@@ -123,10 +126,16 @@ class Service:
             if not executor.leads():
                 return
         executor.leave_behind(None)
+        self.agent.poller.expect_more()
         self._connection.arm()
 
     def _serve(self, frame: Frame) -> None:
-        kind, call_id, tags, payload = unpack(frame.head)
+        try:
+            kind, call_id, tags, payload = unpack(frame.head)
+        except Exception:
+            logger.exception("worker %s sent something that is no message", self.caller.name)
+            self.close()
+            return
         request = Request(self, kind, call_id, tags, payload, frame.buffers)
         if call_id < UNCOUNTED:
             self.received += 1

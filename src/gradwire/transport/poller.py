@@ -16,6 +16,8 @@ from collections import deque
 from collections.abc import Callable
 from typing import Protocol
 
+from gradwire.transport.eager import Eager
+
 Callback = Callable[[], None]
 
 
@@ -32,6 +34,9 @@ class Poller(Protocol):
         """Let the descriptor rest."""
 
     def remove(self, fd: int) -> None: ...
+
+    def expect_more(self) -> None:
+        """What was just served is likely to be followed by more of the same, soon."""
 
     def post(self, callback: Callback) -> None:
         """Hand out `callback` as soon as possible."""
@@ -90,6 +95,8 @@ class EpollPoller(_Posts):
         self._armed = select.EPOLLIN | select.EPOLLRDHUP | select.EPOLLONESHOT
         self._resting = select.EPOLLRDHUP | select.EPOLLONESHOT
         self._callbacks: dict[int, Callback] = {}
+        self._eager = Eager()
+        self._served = False
         self._bell, self._bell_rope = socket.socketpair()
         self._bell.setblocking(False)
         self._bell_rope.setblocking(False)
@@ -111,6 +118,9 @@ class EpollPoller(_Posts):
         except (OSError, ValueError):
             pass
 
+    def expect_more(self) -> None:
+        self._served = True
+
     def remove(self, fd: int) -> None:
         if self._callbacks.pop(fd, None) is not None:
             try:
@@ -125,7 +135,11 @@ class EpollPoller(_Posts):
             pass  # it rings already, or there is nobody left to hear it
 
     def _poll(self) -> None:
-        for fd, _events in self._epoll.poll():
+        # Only callers of ours are waited for eagerly: looking for answers to our own calls would
+        # take the interpreter from the threads that make them.
+        served, self._served = self._served, False
+        events = self._eager.wait(self._epoll.poll, None) if served else self._epoll.poll()
+        for fd, _events in events:
             callback = self._callbacks.get(fd)
             if callback is not None:
                 self._ready.append(callback)
@@ -171,6 +185,9 @@ class SelectorPoller(_Posts):
     def disarm(self, fd: int) -> None:
         with self._lock:
             self._wanted.discard(fd)
+
+    def expect_more(self) -> None:
+        pass
 
     def remove(self, fd: int) -> None:
         with self._lock:

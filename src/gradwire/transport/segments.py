@@ -100,7 +100,11 @@ class _Segment:
         self.memory[0] = 1
         self.idle = False
         size = tensor.numel() * tensor.element_size()
-        self._bytes[:size].view(tensor.dtype).view(tensor.shape).copy_(tensor.detach())
+        if tensor.is_contiguous():
+            # torch would share the copy among its threads, and wait for those that get no core.
+            ctypes.memmove(self._bytes.data_ptr(), tensor.data_ptr(), size)
+        else:
+            self._bytes[:size].view(tensor.dtype).view(tensor.shape).copy_(tensor.detach())
 
 
 class SegmentSender:

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from gradwire.errors import AuthenticationError, ConnectionClosed
 from gradwire.transport.base import Address, Connection, Frame, Greeting
+from gradwire.transport.eager import Eager
 from gradwire.transport.framing import (
     FORGET,
     PREFIX,
@@ -65,6 +66,7 @@ class StreamConnection:
         self._disposing = threading.Lock()
         self._closed = False
         self._poller: Poller | None = None
+        self._eager = Eager()
         self._readable = None
         if hasattr(select, "poll"):
             self._readable = select.poll()
@@ -213,7 +215,8 @@ class StreamConnection:
         if self._closed:
             return True
         if self._readable is not None:
-            return bool(self._readable.poll(None if timeout is None else max(0.0, timeout) * 1000))
+            milliseconds = None if timeout is None else max(0.0, timeout) * 1000
+            return bool(self._eager.wait(self._readable.poll, milliseconds))
         return wait_for(self._sock, writable=False, timeout=timeout)
 
     def attach(self, poller: Poller, callback: Callable[[], None]) -> None:

@@ -121,7 +121,8 @@ class UnixConnection(StreamConnection):
         try:
             if not self._closed and wait_for(self._sock, writable=True, timeout=0):
                 entries = [(FORGET, segment) for segment in self._sender.take_forgotten()]
-                self._write([pack_prefix(0, entries)], None)
+                if entries:  # else a frame that was just sent has told
+                    self._write([pack_prefix(0, entries)], None)
         except ConnectionClosed:
             pass  # whoever reads this connection finds out and tells
         finally:
