@@ -30,8 +30,9 @@ from gradwire.wire.values import Encoded, call_name
 
 FOREVER = float("inf")
 
-#: With this many calls open, answers are let gather before they are read: waking for each of them
-#: would take the interpreter from the threads that make the calls.
+#: With this many calls open, more are sent a few at a time, and their answers are let gather
+#: before they are read: a system call for each would take the interpreter from the threads that
+#: make the calls.
 _MANY = 16
 _GATHER_SECONDS = 100e-6
 
@@ -122,6 +123,7 @@ class Link:
         self._open: dict[int, OpenCall] = {}
         self._answered: deque[OpenCall] = deque()
         self._armed = False
+        self._flush_due = False
         self._caller_reads = False
         self._end_lock = threading.Lock()
         #: Why the connection ended, once it has.
@@ -143,7 +145,15 @@ class Link:
         self._open[call.id] = call
         frame = Frame(pack(call.kind, call.id, encoded.payload, tags), encoded.buffers)
         try:
-            self.connection.send(frame, self._executor.hand_over)
+            # One of many: it can wait for the next ones, and travel with them.
+            held = len(self._open) > _MANY and call.future and self.connection.hold(frame)
+            if not held:
+                self.connection.send(frame, self._executor.hand_over)
+            elif held >= _MANY:
+                self.connection.flush(self._executor.hand_over)
+            elif not self._flush_due:
+                self._flush_due = True
+                self._executor.post(self._flush)
         except ConnectionClosed as closed:
             self._open.pop(call.id, None)
             encoded.tell_passengers(None)
@@ -164,6 +174,13 @@ class Link:
         self._due(call.deadline)
         if call.future is not None and not self._armed and not self._caller_reads:
             self._arm()
+
+    def _flush(self) -> None:
+        self._flush_due = False  # first: whoever holds a frame back from now on asks again
+        try:
+            self.connection.flush(self._executor.hand_over)
+        except ConnectionClosed as closed:
+            self.end(str(closed))
 
     def ask_for_sign(self) -> None:
         """Send a heartbeat. Whatever comes back is a sign of life."""
@@ -198,6 +215,7 @@ class Link:
             return
         aside = self._executor.step_aside()
         try:
+            self._flush()
             while not call.finished:
                 if call.id in self._open and self.connection.begin_reading():
                     self._read_answer_of(call)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
@@ -20,6 +21,9 @@ if TYPE_CHECKING:
     from gradwire.agent.agent import Agent
 
 logger = logging.getLogger("gradwire")
+
+#: How long an answer is kept back for others at the most, while short functions are served.
+_TOGETHER_SECONDS = 200e-6
 
 
 class Request:
@@ -92,6 +96,7 @@ class Service:
         self._closed = False
         self.requests: dict[int, Request] = {}
         self.received = 0
+        self._last_sent = 0.0
         #: The caller has said that it leaves; its silence from now on is no loss.
         self.farewell = False
         connection.attach(agent.poller, self._on_readable)
@@ -116,8 +121,9 @@ class Service:
 
     def _serve_inbox(self) -> None:
         executor = self.agent.executor
+        executor.leave_behind(self._serve_inbox)
+        self._flush()  # what the leader before held back
         while self._inbox:
-            executor.leave_behind(self._serve_inbox)
             try:
                 frame = self._inbox.popleft()
             except IndexError:
@@ -126,8 +132,15 @@ class Service:
             if not executor.leads():
                 return
         executor.leave_behind(None)
+        self._flush()
         self.agent.poller.expect_more()
         self._connection.arm()
+
+    def _flush(self) -> None:
+        try:
+            self._connection.flush(self.agent.executor.hand_over)
+        except ConnectionClosed:
+            self.close()
 
     def _serve(self, frame: Frame) -> None:
         try:
@@ -145,7 +158,9 @@ class Service:
     def send(self, request: Request, kind: Kind, encoded: Encoded, tags: Tags | None) -> None:
         frame = Frame(pack(kind, request.id, encoded.payload, tags), encoded.buffers)
         try:
-            self._connection.send(frame, self.agent.executor.hand_over)
+            if not self._send_with_others(frame):
+                self._last_sent = time.perf_counter()
+                self._connection.send(frame, self.agent.executor.hand_over)
             encoded.tell_passengers(self.caller)
         except ConnectionClosed:
             encoded.tell_passengers(None)
@@ -153,6 +168,17 @@ class Service:
         finally:
             self.requests.pop(request.id, None)
             self.agent.quieter()
+
+    def _send_with_others(self, frame: Frame) -> bool:
+        """While the leader has more to serve, its answers travel together; none waits for long."""
+        if not self._inbox or time.perf_counter() - self._last_sent > _TOGETHER_SECONDS:
+            return False
+        executor = self.agent.executor
+        if not executor.leads() or not self._connection.hold(frame):
+            return False
+        if not executor.leads():
+            self._flush()  # the next leader may have passed by already
+        return True
 
     def say_farewell(self) -> None:
         try:

@@ -51,6 +51,13 @@ class Connection(Protocol):
         """Send a frame whole, after those sent before it. The caller may change the tensors
         afterwards. `blocked` is called once if the other end is slow to take it."""
 
+    def hold(self, frame: Frame) -> int:
+        """Keep a small frame back to be sent with those that follow, at the latest by `flush`.
+        How many are kept by now; 0 when this one is not fit for it and must be sent."""
+
+    def flush(self, blocked: Callable[[], object] | None = None) -> None:
+        """Send what is kept back."""
+
     def nudge(self, frame: Frame) -> bool:
         """Send a small frame unless that would block. False when another thread is sending."""
 

@@ -114,6 +114,12 @@ class MemoryConnection:
             raise ConnectionClosed("the connection is closed")
         self.other.deliver(Frame(bytes(frame.head), [_copy(buffer) for buffer in frame.buffers]))
 
+    def hold(self, frame: Frame) -> int:  # noqa: ARG002
+        return 0  # sending is no more than putting it into a queue
+
+    def flush(self, blocked: Callable[[], object] | None = None) -> None:
+        pass
+
     def nudge(self, frame: Frame) -> bool:
         self.send(frame)
         return True

@@ -8,6 +8,7 @@ import select
 import socket
 import threading
 import time
+from collections import deque
 from collections.abc import Callable
 
 from torch import Tensor
@@ -63,6 +64,7 @@ class StreamConnection:
         self._stall_limit = stall_limit
         self._reading = threading.Lock()
         self._writing = threading.Lock()
+        self._held: deque[bytes] = deque()
         self._disposing = threading.Lock()
         self._closed = False
         self._poller: Poller | None = None
@@ -102,9 +104,17 @@ class StreamConnection:
         try:
             self._write(parts, blocked)
         finally:
-            self._writing.release()
-            if self._closed:
-                self._dispose()
+            self._end_writing()
+
+    def hold(self, frame: Frame) -> int:
+        if frame.buffers or len(frame.head) >= _JOIN_BYTES or self._closed:
+            return 0
+        self._held.append(PREFIX.pack(len(frame.head), 0, 0) + frame.head)
+        return len(self._held)
+
+    def flush(self, blocked: Callable[[], object] | None = None) -> None:
+        if self._held:
+            self._transmit([], blocked)
 
     def nudge(self, frame: Frame) -> bool:
         if not self._writing.acquire(blocking=False):
@@ -148,6 +158,12 @@ class StreamConnection:
         parts: list[Bytes],
         blocked: Callable[[], object] | None,
     ) -> None:
+        """Send what was held back, then the parts. This thread has the right to write."""
+        held = []
+        while self._held:
+            held.append(self._held.popleft())
+        if held:
+            parts.insert(0, b"".join(held))
         sent = 0
         try:
             while parts:
