@@ -12,7 +12,6 @@ import torch
 
 from gradwire.testing.pairs import open_descriptors, shared_memory
 
-
 # Tests fork workers. A forked process hangs in OpenMP when its parent has used its threads.
 torch.set_num_threads(1)
 

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from gradwire import rpc
+from gradwire import current, rpc
 from gradwire.agent.interceptors import Interceptor
 from gradwire.errors import (
     CallTimeout,
@@ -21,6 +21,7 @@ from gradwire.errors import (
     NotInitializedError,
     RemoteError,
     RemoteTraceback,
+    ShutDownError,
     UnknownWorkerError,
 )
 from gradwire.testing import cluster
@@ -117,12 +118,8 @@ def test_without_a_worker_there_is_a_clear_error() -> None:
 
 
 def test_inside_its_block_a_worker_is_the_current_one() -> None:
-    with cluster(2) as (a, b):
-        token_a = a.__enter__
-        assert token_a is not None
+    with cluster(2) as (_, b):
         context = contextvars.copy_context()
-        from gradwire import current
-
         context.run(current.enter, b)
         assert context.run(rpc.rpc_sync, "worker0", whoami) == "worker0"
         assert context.run(rpc.get_worker_info) == b.info
@@ -321,6 +318,13 @@ def test_a_call_ends_at_its_deadline(pair: list[Worker]) -> None:
 
 def test_timeout_zero_means_no_deadline(memory_pair: list[Worker]) -> None:
     assert memory_pair[0].rpc_sync("worker1", whoami, timeout=0) == "worker1"
+
+
+def test_after_the_end_calls_say_so() -> None:
+    with cluster(2) as (a, _):
+        pass
+    with pytest.raises(ShutDownError, match="has shut down and cannot call worker 'worker1'"):
+        a.rpc_sync("worker1", whoami)
 
 
 # -- concurrency

@@ -233,6 +233,14 @@ def test_references_say_what_they_are(trio: list[Worker]) -> None:
     )
 
 
+def test_a_reference_given_up_by_the_owner_is_an_error_not_a_wait(trio: list[Worker]) -> None:
+    rref = trio[0].remote("worker1", Thing, ("gone",))
+    assert rref.to_here().name == "gone"
+    trio[1].refs.table.delete_forks_of(0)
+    with pytest.raises(GradwireError, match="'worker1' has dropped the value"):
+        rref.to_here()
+
+
 # -- random programs
 
 

@@ -103,9 +103,15 @@ def test_the_token_comes_from_the_environment(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_listening_to_other_machines_needs_a_token() -> None:
-    for host in ("0.0.0.0", "::"):
+    for host in ("0.0.0.0", "::", "192.0.2.1"):
         with pytest.raises(SetupError, match=r"needs a token.*GRADWIRE_TOKEN"):
             gradwire.Worker("a", 0, 1, rpc.Options(host=host, init_method="file:///nowhere"))
+
+
+def test_an_address_that_cannot_be_called_is_refused() -> None:
+    options = rpc.Options(host="0.0.0.0", token="t", init_method="file:///nowhere")
+    with pytest.raises(SetupError, match="every address of this machine"):
+        gradwire.Worker("a", 0, 1, options)
 
 
 def test_workers_listen_on_loopback_unless_told_otherwise() -> None:

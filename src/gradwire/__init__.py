@@ -1,4 +1,4 @@
-"""gradwire: call functions on other PyTorch workers and differentiate through the calls."""
+"""gradwire: call functions on other PyTorch workers and refer to values there."""
 
 from __future__ import annotations
 

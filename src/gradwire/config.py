@@ -11,6 +11,8 @@ from typing import Any
 from gradwire.errors import SetupError
 
 DEFAULT_TIMEOUT = 60.0
+#: Stands for "the timeout of the options" in signatures.
+UNSET_TIMEOUT = -1.0
 #: Where a worker looks for its token and its address when the options do not say.
 TOKEN_VARIABLE = "GRADWIRE_TOKEN"
 HOST_VARIABLE = "GRADWIRE_HOST"
@@ -28,8 +30,8 @@ def seconds(timeout: float | timedelta) -> float:
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """How a worker behaves. The first six fields are those of torch's
-    ``TensorPipeRpcBackendOptions`` and mean the same.
+    """How a worker behaves. The first fields are those of torch's ``TensorPipeRpcBackendOptions``:
+    three mean the same, the others are accepted and not used.
 
         >>> Options(rpc_timeout=5).rpc_timeout
         5.0
@@ -42,7 +44,7 @@ class Options:
     rpc_timeout: float | timedelta = DEFAULT_TIMEOUT
     #: Where the group meets: "env://", "tcp://host:port" or "file:///path".
     init_method: str = "env://"
-    #: Accepted for compatibility; tensors on accelerators cannot be sent yet.
+    #: Accepted, not used: tensors on accelerators cannot be sent yet.
     device_maps: Mapping[str, Mapping[Any, Any]] | None = None
     devices: Sequence[Any] | None = None
     _transports: Sequence[str] | None = None

@@ -21,11 +21,11 @@ from gradwire.agent.calls import Calls
 from gradwire.agent.farewell import Farewell
 from gradwire.agent.futures import Future
 from gradwire.agent.roster import Roster, meet
-from gradwire.config import Options, seconds
+from gradwire.config import UNSET_TIMEOUT, Options
 from gradwire.errors import SetupError
 from gradwire.ids import WorkerInfo
 from gradwire.refs.protocol import Refs
-from gradwire.refs.rref import UNSET_TIMEOUT, RRef
+from gradwire.refs.rref import RRef
 from gradwire.transport.base import Transport
 from gradwire.transport.tcp import TcpTransport, is_loopback
 from gradwire.wire.values import Codec
@@ -70,6 +70,11 @@ class Worker:
                 f"listening on {host!r}, which other machines can reach, needs a token: everybody "
                 "who connects can run code here. Give all workers the same secret with the option "
                 "token or the variable GRADWIRE_TOKEN"
+            )
+        if host in ("0.0.0.0", "::"):
+            raise SetupError(
+                f"host {host!r} is every address of this machine, and none that others could call: "
+                "name the one they reach"
             )
         if roster is None:
             roster, rank, world_size = meet(
@@ -127,7 +132,7 @@ class Worker:
     ) -> Any:
         """Run a function on a worker and return its result."""
         peer = self.agent.peers.find(to)
-        return self.calls.sync(peer, func, tuple(args), kwargs or {}, self._timeout(timeout))
+        return self.calls.sync(peer, func, tuple(args), kwargs or {}, self.agent.timeout(timeout))
 
     def rpc_async(
         self,
@@ -139,7 +144,7 @@ class Worker:
     ) -> Future[Any]:
         """Run a function on a worker; its result comes in a future."""
         peer = self.agent.peers.find(to)
-        return self.calls.begin(peer, func, tuple(args), kwargs or {}, self._timeout(timeout))
+        return self.calls.begin(peer, func, tuple(args), kwargs or {}, self.agent.timeout(timeout))
 
     def remote(
         self,
@@ -151,16 +156,11 @@ class Worker:
     ) -> RRef[Any]:
         """Run a function on a worker, leave its result there and return a reference to it."""
         peer = self.agent.peers.find(to)
-        return self.refs.remote(peer, func, tuple(args), kwargs or {}, self._timeout(timeout))
+        return self.refs.remote(peer, func, tuple(args), kwargs or {}, self.agent.timeout(timeout))
 
     def rref(self, value: Any) -> RRef[Any]:
         """A reference to a value of this worker, to be given to others."""
         return self.agent.run_in_context(lambda: RRef(value))
-
-    def _timeout(self, timeout: float) -> float:
-        if timeout == UNSET_TIMEOUT:
-            return self.options.rpc_seconds
-        return seconds(timeout)
 
     # -- the group
 
@@ -183,7 +183,8 @@ class Worker:
         with self._ending:
             if self._ended:
                 return
-            deadline = time.monotonic() + (timeout or SHUTDOWN_SECONDS)
+            timeout = timeout or SHUTDOWN_SECONDS
+            deadline = time.monotonic() + timeout
             waited = True
             try:
                 if graceful and self.agent.roster.fixed:

@@ -12,6 +12,7 @@ import secrets
 import threading
 import time
 from collections.abc import Callable, Sequence
+from datetime import timedelta
 from typing import Any, TypeVar
 
 from gradwire.agent.clock import Clock
@@ -23,7 +24,7 @@ from gradwire.agent.link import Link, OpenCall
 from gradwire.agent.peers import Peer, Peers
 from gradwire.agent.roster import Member, Roster
 from gradwire.agent.service import Request, Service
-from gradwire.config import Options
+from gradwire.config import UNSET_TIMEOUT, Options, seconds
 from gradwire.errors import CallError, ShutDownError
 from gradwire.ids import WorkerInfo
 from gradwire.transport.base import Connection, Greeting, Transport
@@ -77,6 +78,7 @@ class Agent:
         #: Calls exchanged over connections that are no more; None when some may have been lost.
         self._past: tuple[int, int] | None = (0, 0)
         self._closing = False
+        self._next_trim = 0.0
         self.member: Member | None = None
         self.handle(Kind.HEARTBEAT, lambda request: request.answer(None))
         self.handle(Kind.FAREWELL, self._hear_farewell)
@@ -131,6 +133,10 @@ class Agent:
         except CallError as error:
             future.set_exception(error)
         return future
+
+    def timeout(self, given: float | timedelta) -> float:
+        """A call's timeout in seconds: the one given, or that of the options."""
+        return self.options.rpc_seconds if given == UNSET_TIMEOUT else seconds(given)
 
     def request(
         self, to: str | int | WorkerInfo, kind: Kind, value: Any, timeout: float | None = None
@@ -353,8 +359,6 @@ class Agent:
             self._trim()
         return max(due, now + 0.001)
 
-    _next_trim = 0.0
-
     def _trim(self) -> None:
         with self._lock:
             services = list(self._services)
@@ -366,10 +370,6 @@ class Agent:
             service.trim()
 
     # -- leaving
-
-    def open_requests(self) -> int:
-        with self._lock:
-            return sum(len(service.requests) for service in self._services)
 
     def open_calls(self) -> int:
         return sum(link.open_calls for link in self.peers.links())

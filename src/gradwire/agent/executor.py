@@ -81,18 +81,6 @@ class Executor:
         """Have the leader call something short."""
         self._poller.post(callback)
 
-    def is_mine(self) -> bool:
-        """Whether the calling thread belongs to the crew."""
-        return get_ident() in self._members
-
-    @property
-    def idle_threads(self) -> int:
-        return len(self._resting) + (0 if self._busy else 1)
-
-    @property
-    def backlog(self) -> int:
-        return len(self._backlog)
-
     # -- from threads of the crew
 
     def leads(self) -> bool:

@@ -8,7 +8,12 @@ from collections.abc import Callable, Sequence
 
 from gradwire.agent.link import Link
 from gradwire.agent.roster import Member, Roster
-from gradwire.errors import AuthenticationError, UnknownWorkerError, WorkerLost
+from gradwire.errors import (
+    AuthenticationError,
+    ShutDownError,
+    UnknownWorkerError,
+    WorkerLost,
+)
 from gradwire.ids import WorkerInfo
 from gradwire.transport.base import Connection, Greeting, Transport
 
@@ -85,6 +90,13 @@ class Peers:
         if not peer.connecting.acquire(timeout=max(0.0, deadline - time.monotonic())):
             raise self._unreachable(peer, call, ["another thread is still trying to connect"])
         try:
+            if self.closed:
+                raise ShutDownError(
+                    f"this worker has shut down and cannot call worker {peer.info.name!r} any more",
+                    worker=peer.info.name,
+                    call=call,
+                    may_have_run=False,
+                )
             if peer.link is None:
                 connection = self._open(peer, call, deadline)
                 peer.link = self._make_link(peer, connection)
@@ -96,7 +108,7 @@ class Peers:
         reasons = []
         for address in peer.member.addresses:
             transport = self._transports.get(address.transport)
-            if transport is None or self.closed:
+            if transport is None:
                 continue
             try:
                 return transport.connect(

@@ -60,26 +60,20 @@ class LocalRoster:
 
     def __init__(self, size: int | None = None):
         self.fixed = size is not None
-        self._size = size
         self._members: dict[int, Member] = {}
-        self._changed = threading.Condition()
-
-    def free_id(self) -> int:
-        with self._changed:
-            return next(i for i in range(len(self._members) + 1) if i not in self._members)
+        self._lock = threading.Lock()
 
     def join(self, member: Member) -> None:
-        with self._changed:
+        with self._lock:
             for other in self._members.values():
                 if other.info.name == member.info.name or other.info.id == member.info.id:
                     raise SetupError(
                         f"{member.info} is not unique: {other.info} is in the group already"
                     )
             self._members[member.info.id] = member
-            self._changed.notify_all()
 
     def leave(self, member: Member) -> None:
-        with self._changed:
+        with self._lock:
             if not self.fixed:
                 self._members.pop(member.info.id, None)
 

@@ -14,7 +14,7 @@ from gradwire.agent.exceptions import encode_exception
 from gradwire.errors import ConnectionClosed
 from gradwire.ids import WorkerInfo
 from gradwire.transport.base import Connection, Frame
-from gradwire.wire.messages import UNCOUNTED, Kind, Tags, pack, unpack
+from gradwire.wire.messages import UNCOUNTED, Kind, Tags, kind_name, pack, unpack
 from gradwire.wire.values import Encoded
 
 if TYPE_CHECKING:
@@ -22,7 +22,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("gradwire")
 
-#: How long an answer is kept back for others at the most, while short functions are served.
+#: How long answers are kept back for others while short functions are served. (A long function
+#: delays those before it until the watch relieves the leader: a few milliseconds.)
 _TOGETHER_SECONDS = 200e-6
 
 
@@ -72,7 +73,7 @@ class Request:
     def fail(self, error: BaseException, what: str = "") -> None:
         """Send back an exception."""
         agent = self.service.agent
-        subject = what or Kind(self.kind).name
+        subject = what or kind_name(self.kind)
         where = f'{subject} on worker "{agent.info.name}" (id {agent.info.id}) raised:'
         self.service.send(self, Kind.EXCEPTION, encode_exception(agent.codec, error, where), None)
 

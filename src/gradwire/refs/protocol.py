@@ -31,7 +31,7 @@ from gradwire.agent.peers import Peer
 from gradwire.agent.service import Request
 from gradwire.errors import CallError, CallTimeout, GradwireError
 from gradwire.ids import IdSource, WorkerInfo
-from gradwire.refs.rref import UNSET_TIMEOUT, RRef
+from gradwire.refs.rref import RRef
 from gradwire.refs.table import Owned, Table
 from gradwire.wire.messages import Kind
 from gradwire.wire.values import add_passenger, current_decoding
@@ -116,7 +116,7 @@ class Refs:
         if rref._owned is not None:
             return self.wait_for(rref._owned.future)
         self._check_creation(rref)
-        timeout = self._agent.options.rpc_seconds if timeout == UNSET_TIMEOUT else timeout
+        timeout = self._agent.timeout(timeout)
         peer = self._agent.peers.find(rref._owner)
         encoded = self._agent.codec.encode((rref._id, rref._fork))
         try:
@@ -155,7 +155,12 @@ class Refs:
                 self._agent.executor.step_back()
 
     def _serve_fetch(self, request: Request) -> None:
-        id, _fork = request.decode()
+        id, fork = request.decode()
+        if self.table.is_deleted(fork):
+            raise GradwireError(
+                f"worker {self.me.name!r} has dropped the value of this reference: it had given up "
+                f"worker {request.caller.name!r} as lost, or was told that the reference is gone"
+            )
         owned = self.table.get(id)
 
         def answer(future: Future[Any]) -> None:
@@ -189,15 +194,8 @@ class Refs:
     def _method_call(
         self, rref: RRef[Any], name: str, args: Any, kwargs: Any, timeout: float
     ) -> tuple[Peer, Any, tuple[Any, ...], dict[str, Any], float]:
-        if timeout == UNSET_TIMEOUT:
-            timeout = self._agent.options.rpc_seconds
-        return (
-            self._agent.peers.find(rref._owner),
-            call_method,
-            (rref, name, args, kwargs),
-            {},
-            timeout,
-        )
+        owner, arguments = self._agent.peers.find(rref._owner), (rref, name, args, kwargs)
+        return owner, call_method, arguments, {}, self._agent.timeout(timeout)
 
     # -- sending and receiving references
 

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from gradwire import current
+from gradwire.config import UNSET_TIMEOUT
 from gradwire.errors import EncodingError, GradwireError
 from gradwire.ids import WorkerInfo, creator, serial
 from gradwire.refs.table import Owned
@@ -15,9 +16,6 @@ if TYPE_CHECKING:
     from gradwire.refs.protocol import Refs
 
 T = TypeVar("T")
-
-#: Stands for "the timeout of the options" in signatures.
-UNSET_TIMEOUT = -1.0
 
 
 class RRef(Generic[T]):

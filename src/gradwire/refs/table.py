@@ -61,6 +61,10 @@ class Table:
             self._known[id] = owned
         return owned
 
+    def is_deleted(self, fork: int) -> bool:
+        with self._lock:
+            return fork in self._deleted
+
     def add(self, owned: Owned) -> None:
         with self._lock:
             self._known[owned.id] = owned

@@ -16,10 +16,10 @@ from typing import Any
 
 from gradwire import current
 from gradwire.agent.futures import Future
-from gradwire.config import Options
+from gradwire.config import UNSET_TIMEOUT, Options
 from gradwire.errors import SetupError
 from gradwire.ids import WorkerInfo
-from gradwire.refs.rref import UNSET_TIMEOUT, RRef
+from gradwire.refs.rref import RRef
 from gradwire.rpc import functions
 from gradwire.worker import To, Worker
 

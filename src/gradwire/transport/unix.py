@@ -14,9 +14,7 @@ from __future__ import annotations
 import mmap
 import os
 import secrets
-import select
 import socket
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -37,11 +35,6 @@ from gradwire.transport.stream import (
 
 _PROBE = 4096
 _ANSWER = b"gradwire shares this memory"
-
-
-def is_available() -> bool:
-    """Whether this system has what the transport needs."""
-    return sys.platform == "linux" and hasattr(os, "memfd_create") and hasattr(select, "poll")
 
 
 @dataclass(frozen=True)

@@ -40,6 +40,14 @@ class Kind(enum.IntEnum):
     FAREWELL = 42
 
 
+def kind_name(kind: int) -> str:
+    """The name of a kind, also of one that this version does not know."""
+    try:
+        return Kind(kind).name
+    except ValueError:
+        return f"message kind {kind}"
+
+
 #: Call ids from here on are left out when two workers compare how many calls they exchanged.
 UNCOUNTED = 1 << 63
 

@@ -125,7 +125,7 @@ class _Encoder(pickle.Pickler):
         if not tensor.is_cpu and not tensor.is_meta:
             raise EncodingError(
                 f"a tensor on {tensor.device} cannot be sent: move it to the CPU first "
-                "(tensor.cpu()), or name its place on the other worker in the option device_maps"
+                "(tensor.cpu())"
             )
         return NotImplemented  # subclasses and rare layouts: as torch pickles them
 
