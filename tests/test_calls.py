@@ -7,6 +7,7 @@ import contextvars
 import gc
 import logging
 import threading
+import weakref
 from collections.abc import Iterator
 from typing import Any
 
@@ -23,6 +24,7 @@ from gradwire.errors import (
     RemoteTraceback,
     ShutDownError,
     UnknownWorkerError,
+    WorkerLost,
 )
 from gradwire.testing import cluster
 from gradwire.testing.workers import transports_named
@@ -201,6 +203,30 @@ def raise_os_error() -> None:
     raise FileNotFoundError(2, "no such thing", "a-file")
 
 
+class Unsendable(Exception):
+    def __reduce__(self) -> Any:
+        raise TypeError("not this one")
+
+
+def raise_unsendable() -> None:
+    raise Unsendable("words")
+
+
+def lose_a_worker() -> None:
+    raise WorkerLost("further away", worker="w", call="c", may_have_run=False)
+
+
+class ReadsBadly:
+    """Can be sent but not read."""
+
+    def __reduce__(self) -> Any:
+        return int, ("no number",)
+
+
+def return_unreadable() -> ReadsBadly:
+    return ReadsBadly()
+
+
 def leave_the_interpreter() -> None:
     raise SystemExit(3)
 
@@ -221,6 +247,31 @@ def test_the_original_exception_comes_back(pair: list[Worker]) -> None:
 def test_exceptions_unknown_here_keep_their_text(memory_pair: list[Worker]) -> None:
     with pytest.raises(RemoteError, match="LocalError: from within"):
         memory_pair[0].rpc_sync("worker1", raise_local)
+
+
+def test_exceptions_that_cannot_be_sent_keep_their_text(pair: list[Worker]) -> None:
+    with pytest.raises(RemoteError, match="Unsendable: words"):
+        pair[0].rpc_sync("worker1", raise_unsendable)
+    assert pair[0].rpc_sync("worker1", whoami) == "worker1"
+
+
+def test_errors_of_nested_calls_do_not_invite_to_try_again(memory_pair: list[Worker]) -> None:
+    with pytest.raises(WorkerLost, match="further away") as lost:
+        memory_pair[0].rpc_sync("worker1", lose_a_worker)
+    assert lost.value.may_have_run
+    assert (lost.value.worker, lost.value.call) == ("w", "c")
+
+
+def test_what_cannot_be_read_is_named_on_either_side(memory_pair: list[Worker]) -> None:
+    with pytest.raises(RemoteError, match=r"result of return_unreadable on worker 'worker1'"):
+        memory_pair[0].rpc_sync("worker1", return_unreadable)
+    with pytest.raises(ValueError, match="no number") as caught:
+        memory_pair[0].rpc_sync("worker1", echo, (ReadsBadly(),))
+    assert 'reading the arguments on worker "worker1"' in str(caught.value.__cause__)
+    for to in ("worker0", "worker1"):
+        rref = memory_pair[0].remote(to, echo, (ReadsBadly(),))
+        with pytest.raises(ValueError, match="no number"):
+            rref.to_here(timeout=TIMEOUT)
 
 
 def test_a_remote_exit_does_not_end_the_caller(memory_pair: list[Worker]) -> None:
@@ -456,6 +507,64 @@ def test_several_threads_wait_for_one_future(pair: list[Worker]) -> None:
     for thread in threads:
         thread.join(TIMEOUT)
     assert results == [True] * 8
+
+
+def call_back_and_wait(depth: int) -> str:
+    """Waits for a future whose callback waits too."""
+    future = rpc.rpc_async("worker0", whoami)
+    chained = future.then(lambda f: f.wait() + rpc.rpc_sync("worker0", whoami))
+    future.wait()
+    return str(chained.wait())
+
+
+def test_callbacks_that_wait_use_up_no_threads() -> None:
+    with cluster(2, options=rpc.Options(num_worker_threads=2)) as (a, _):
+        for _ in range(10):
+            assert a.rpc_sync("worker1", call_back_and_wait, (1,)) == "worker0worker0"
+
+
+def bounce_with_wait_all(depth: int) -> int:
+    if depth == 0:
+        return 0
+    other = 1 - rpc.get_worker_info().id
+    future = rpc.rpc_async(f"worker{other}", bounce_with_wait_all, args=(depth - 1,))
+    return 1 + int(torch.futures.wait_all([future])[0])
+
+
+def test_waiting_in_torchs_own_functions_does_not_count_either() -> None:
+    with cluster(2, options=rpc.Options(num_worker_threads=2)) as (a, _):
+        assert a.rpc_sync("worker1", bounce_with_wait_all, (12,)) == 12
+
+
+def test_a_callback_may_need_what_the_waiting_thread_holds(pair: list[Worker]) -> None:
+    lock = threading.Lock()
+    future = pair[0].rpc_async("worker1", whoami)
+    seen = threading.Event()
+
+    def callback(_done: object) -> None:
+        with lock:
+            seen.set()
+
+    future.add_done_callback(callback)
+    with lock:
+        assert future.wait() == "worker1"
+    assert seen.wait(TIMEOUT)
+
+
+def test_a_caught_error_keeps_nothing_alive(memory_pair: list[Worker]) -> None:
+    class Local:
+        pass
+
+    def catch() -> weakref.ref[Local]:
+        local = Local()
+        future = memory_pair[0].rpc_async("worker1", raise_odd)
+        with pytest.raises(OddError):
+            future.wait()
+        return weakref.ref(local)
+
+    alive = catch()
+    gc.collect()
+    assert alive() is None
 
 
 # -- functions that return futures

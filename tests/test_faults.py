@@ -46,6 +46,39 @@ def test_a_call_whose_answer_is_lost_is_not_run_again() -> None:
         assert a.rpc_sync("worker1", count_run) == before + 2
 
 
+def test_a_call_that_comes_twice_runs_once() -> None:
+    fault = Fault("duplicate", kind=Kind.PYTHON_CALL)
+    with cluster(2, transports=faulty(fault)) as (a, _):
+        first = next(RUNS)
+        assert [a.rpc_sync("worker1", count_run) for _ in range(5)] == [
+            first + n for n in range(1, 6)
+        ]
+
+
+def test_lost_signs_of_life_end_the_connection() -> None:
+    STARTED.clear()
+    options = rpc.Options(heartbeat_interval=0.05, heartbeat_limit=0.2)
+    fault = Fault("drop", kind=Kind.HEARTBEAT)
+    with cluster(2, transports=faulty(fault), options=options) as (a, _):
+        try:
+            with pytest.raises(WorkerLost, match="no sign of life"):
+                a.rpc_sync("worker1", wait_for_start)
+        finally:
+            STARTED.set()
+
+
+def make_reference() -> rpc.RRef[Any]:
+    return rpc.RRef(Value())
+
+
+def test_a_reference_in_an_answer_that_came_too_late_is_dropped() -> None:
+    fault = Fault("delay", kind=Kind.PYTHON_RET, times=1, seconds=0.1)
+    with cluster(2, transports=faulty(fault)) as workers:
+        with pytest.raises(CallTimeout):
+            workers[0].rpc_sync("worker1", make_reference, timeout=0.03)
+        until(lambda: nothing_held(workers), "the value is gone")
+
+
 def test_an_answer_that_comes_twice_or_late_harms_nobody() -> None:
     faults = (
         Fault("duplicate", kind=Kind.PYTHON_RET, times=3),

@@ -15,8 +15,9 @@ PACKAGE = Path(next(iter(gradwire.__path__)))
 ROOMS = [
     {"__main__", "cli"},
     {"launch", "bench", "testing"},
-    {"__init__", "rpc"},
+    {"__init__", "rpc", "autograd"},
     {"worker"},
+    {"gradients"},
     {"refs"},
     {"agent"},
     {"transport"},

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 import gradwire
-from gradwire import rpc
+from gradwire import current, rpc
 from gradwire.errors import (
     CallError,
     SetupError,
@@ -328,7 +328,7 @@ def test_references_of_a_dead_worker_are_dropped() -> None:
         else:
             mine = rpc.RRef(torch.ones(3))
             rpc.rpc_sync("worker1", keep, args=(mine,))
-            refs = gradwire.current.worker().refs
+            refs = current.worker().refs
             assert refs.debug_info()["num_forks"] == 1
             os.kill(rpc.rpc_sync("worker1", pid), signal.SIGKILL)
             until(lambda: refs.debug_info()["num_forks"] == 0, "the fork is dropped")
@@ -336,6 +336,38 @@ def test_references_of_a_dead_worker_are_dropped() -> None:
 
     with group(2, body, shut_down=False) as started:
         started[0].result()
+
+
+def test_the_death_of_a_worker_is_noticed_when_nothing_is_expected_of_it() -> None:
+    def body(rank: int) -> None:
+        if rank == 1:
+            linger()
+            return
+        gone = threading.Event()
+        current.worker().agent.on_gone.append(lambda _info: gone.set())
+        victim = rpc.rpc_async("worker1", pid).then(lambda f: f.wait()).wait()
+        os.kill(victim, signal.SIGKILL)
+        assert gone.wait(TIMEOUT)
+        rpc.shutdown(graceful=False)
+
+    with group(2, body, shut_down=False) as started:
+        started[0].result()
+
+
+def test_a_forked_child_does_not_give_back_what_its_parent_holds() -> None:
+    def body(rank: int) -> bool:
+        if rank == 1:
+            return True
+        held = rpc.rpc_sync("worker1", torch.full, args=((100_000,), 1.0))
+        child = os.fork()
+        if child == 0:
+            del held
+            os._exit(0)
+        os.waitpid(child, 0)
+        more = [rpc.rpc_sync("worker1", torch.full, args=((100_000,), 2.0)) for _ in range(3)]
+        return bool((held == 1).all()) and all(bool((m == 2).all()) for m in more)
+
+    assert run_group(2, body) == [True, True]
 
 
 KEPT: list[Any] = []

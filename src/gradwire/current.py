@@ -7,6 +7,7 @@ worker that `init_rpc` made for the process.
 from __future__ import annotations
 
 import contextvars
+import os
 from typing import Any
 
 from gradwire.errors import NotInitializedError
@@ -44,6 +45,11 @@ def context_of(worker: Any) -> contextvars.Context:
 def set_process_default(worker: Any) -> None:
     global _process_default
     _process_default = worker
+
+
+if hasattr(os, "register_at_fork"):
+    # The connections belong to the parent: a forked child starts without a worker.
+    os.register_at_fork(after_in_child=lambda: set_process_default(None))
 
 
 def process_default() -> Any:

@@ -23,6 +23,9 @@ from gradwire.agent.futures import Future
 from gradwire.agent.roster import Roster, meet
 from gradwire.config import UNSET_TIMEOUT, Options
 from gradwire.errors import SetupError
+from gradwire.gradients.context import Contexts
+from gradwire.gradients.engine import Engine
+from gradwire.gradients.recorder import Recorder
 from gradwire.ids import WorkerInfo
 from gradwire.refs.protocol import Refs
 from gradwire.refs.rref import RRef
@@ -101,6 +104,9 @@ class Worker:
         )
         self.calls = Calls(self.agent)
         self.refs = Refs(self.agent, self.calls)
+        self.contexts = Contexts(self.info.id)
+        self.engine = Engine(self.agent, self.contexts)
+        self.agent.interceptors.append(Recorder(self.info, self.contexts))
         self._farewell = Farewell(self.agent)
         try:
             self.agent.start()

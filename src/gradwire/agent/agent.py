@@ -25,11 +25,11 @@ from gradwire.agent.peers import Peer, Peers
 from gradwire.agent.roster import Member, Roster
 from gradwire.agent.service import Request, Service
 from gradwire.config import UNSET_TIMEOUT, Options, seconds
-from gradwire.errors import CallError, ShutDownError
+from gradwire.errors import CallError, RemoteError, ShutDownError
 from gradwire.ids import WorkerInfo
-from gradwire.transport.base import Connection, Greeting, Transport
+from gradwire.transport.base import Connection, Frame, Greeting, Transport
 from gradwire.transport.poller import new_poller
-from gradwire.wire.messages import RETRIED, Kind, unpack
+from gradwire.wire.messages import RETRIED, Kind, Tags, carries_references, unpack
 from gradwire.wire.values import Codec, Encoded
 
 logger = logging.getLogger("gradwire")
@@ -111,8 +111,7 @@ class Agent:
     ) -> Any:
         """Make a call and wait for its result."""
         call = OpenCall(kind, subject, timeout)
-        link = peer.link or self.peers.connect(peer, call.name, timeout)
-        link.send(call, encoded, self._leave(peer, encoded) if self.interceptors else None)
+        link = self._let_leave(call, peer, encoded, None)
         link.wait(call)
         value, unsettled = self._open_reply(call)
         for future in unsettled:
@@ -120,19 +119,38 @@ class Agent:
         return value
 
     def call_async(
-        self, peer: Peer, kind: Kind, subject: Any, encoded: Encoded, timeout: float
+        self,
+        peer: Peer,
+        kind: Kind,
+        subject: Any,
+        encoded: Encoded,
+        timeout: float,
+        tags: Tags | None = None,
     ) -> Future[Any]:
         """Make a call; its result, or whatever goes wrong from here on, comes in a future."""
         call = OpenCall(kind, subject, timeout)
         future: Future[Any] = Future(call, f"{call.name} on worker {peer.info.name!r}")
         call.future = future
         try:
-            link = peer.link or self.peers.connect(peer, call.name, timeout)
-            call.link = link
-            link.send(call, encoded, self._leave(peer, encoded) if self.interceptors else None)
+            self._let_leave(call, peer, encoded, tags)
         except CallError as error:
             future.set_exception(error)
         return future
+
+    def _let_leave(self, call: OpenCall, peer: Peer, encoded: Encoded, tags: Tags | None) -> Link:
+        """Send a user call, tagged by the interceptors."""
+        try:
+            link = peer.link or self.peers.connect(peer, call.name, call.timeout)
+            if self.interceptors:
+                tags = tags or {}
+                for interceptor in self.interceptors:
+                    interceptor.leaving(peer.info, encoded.tensors, tags)
+            call.link = link
+            link.send(call, encoded, tags)
+            return link
+        except BaseException:
+            encoded.tell_passengers(None)
+            raise
 
     def timeout(self, given: float | timedelta) -> float:
         """A call's timeout in seconds: the one given, or that of the options."""
@@ -184,12 +202,6 @@ class Agent:
         except Exception as error:
             outcome.set_exception(error)
 
-    def _leave(self, peer: Peer, encoded: Encoded) -> dict[str, Any]:
-        tags: dict[str, Any] = {}
-        for interceptor in self.interceptors:
-            interceptor.leaving(peer.info, encoded.tensors, tags)
-        return tags
-
     def _open_reply(self, call: OpenCall) -> tuple[Any, list[Any]]:
         """The value in the reply to a call, and what must be waited for before it is used."""
         if call.error is not None:
@@ -200,7 +212,14 @@ class Agent:
         kind, _, tags, payload = unpack(call.reply.head)
         if kind == Kind.EXCEPTION:
             raise decode_exception(self.codec, payload, call.reply.buffers, by.name)
-        value, decoding = self.codec.decode(payload, call.reply.buffers)
+        try:
+            value, decoding = self.codec.decode(payload, call.reply.buffers)
+        except Exception as error:
+            raise RemoteError(
+                f"the result of {call.name} on worker {by.name!r} cannot be read here: {error!r}",
+                worker=by.name,
+                call=call.name,
+            ) from error
         call.reply = None  # the memory belongs to the value's tensors from now on
         if tags:
             for interceptor in self.interceptors:
@@ -215,19 +234,29 @@ class Agent:
             value, unsettled = self._open_reply(call)
         except BaseException as error:
             # Where it was unpacked tells nothing, and would tie the error to this frame.
-            future.set_exception(error.with_traceback(None))
+            future.complete(None, error.with_traceback(None))
             return
         if not unsettled:
-            future.set_result(value)
+            future.complete(value, None)
             return
 
         def settle(error: BaseException | None) -> None:
-            if error is None:
-                future.set_result(value)
-            else:
-                future.set_exception(error)
+            future.complete(value, error)
+            future.run_callbacks()
 
         when_all(unsettled, settle)
+
+    def _absorb(self, frame: Frame) -> None:
+        """An answer nobody waits for any more: references in it must be dropped in good order."""
+        if carries_references(frame.head):
+            _, _, _, payload = unpack(frame.head)
+            self.executor.submit(lambda: self._decode_and_drop(payload, frame))
+
+    def _decode_and_drop(self, payload: memoryview, frame: Frame) -> None:
+        try:
+            self.codec.decode(payload, frame.buffers)
+        except Exception:
+            logger.debug("a late answer could not be decoded", exc_info=True)
 
     # -- serving
 
@@ -285,6 +314,7 @@ class Agent:
             self.poller,
             self.executor,
             self._complete,
+            self._absorb,
             lambda link: self._link_ended(peer, link),
             self.clock.due,
         )
@@ -346,14 +376,17 @@ class Agent:
             if not link.open_calls:
                 continue
             silence = now - link.last_sign
-            if silence >= self.options.heartbeat_limit:
+            # Counted from the question: this process may have been the one that was asleep.
+            patience = self.options.heartbeat_limit - self.options.heartbeat_interval
+            if link.asked_at is not None and now - link.asked_at >= patience:
                 link.end(
                     f"it has given no sign of life for {silence:.1f} s; it may be frozen, or its "
                     "machine may be gone"
                 )
             elif silence >= self.options.heartbeat_interval:
                 link.ask_for_sign()
-                due = min(due, link.last_sign + self.options.heartbeat_limit)
+                if link.asked_at is not None:
+                    due = min(due, link.asked_at + patience)
         if now >= self._next_trim:
             self._next_trim = now + self.options.heartbeat_interval
             self._trim()
@@ -412,6 +445,9 @@ class Agent:
             service.say_farewell()
             service.close()
         stuck = self.executor.stop(deadline)
+        for link in self.peers.links():  # made, or settled, while the others were ended
+            link.end("this worker was shut down", leaving=True)
+            link.drain()
         self.clock.stop()
         if self.member is not None:
             self.roster.leave(self.member)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import ExitStack
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,10 +19,9 @@ from gradwire.wire.values import call_name
 #: Set on functions that return a future of their result; see `gradwire.rpc.functions`.
 ASYNC_MARK = "_wrapped_async_rpc_function"
 
-#: What a message says beside the call is given to Begin; its result comes back with the outcome.
-Begin = Callable[[Any], Any]
-Deliver = Callable[[Any, Any], None]
-Fail = Callable[[Any, BaseException], None]
+Deliver = Callable[[Any], None]
+#: Takes the error and the name of what was called.
+Fail = Callable[[BaseException, str], None]
 
 
 class Deferred:
@@ -63,24 +63,20 @@ class Calls:
         return self._agent.call_async(to, Kind.PYTHON_CALL, func, encoded, timeout)
 
     def _serve(self, request: Request) -> None:
-        self.serve_function(
-            request,
-            None,
-            lambda _, value: self.answer(request, value),
-            lambda func, error: request.fail(error, call_name(func)),
-        )
+        self.serve_function(request, partial(self.answer, request), request.fail)
 
-    def serve_function(
-        self, request: Request, begin: Begin | None, deliver: Deliver, fail: Fail
-    ) -> None:
+    def serve_function(self, request: Request, deliver: Deliver, fail: Fail) -> None:
         """Run the function in a request when its arguments are ready, then hand its result to
         `deliver`, or its error to `fail`, perhaps much later and from another thread."""
         codec = self._agent.codec
-        (func, args, kwargs, extra), decoding = codec.decode(request.payload, request.buffers)
+        try:
+            (func, args, kwargs), decoding = codec.decode(request.payload, request.buffers)
+        except BaseException as error:
+            fail(error, "reading the arguments")
+            return
         # The tensors own the memory now; the request must not keep it until it is answered.
         request.payload, request.buffers = memoryview(b""), ()
-        begun = begin(extra) if begin is not None else func
-        run = _Run(self._agent, request, func, args, kwargs, begun, deliver, fail)
+        run = _Run(self._agent, request, func, args, kwargs, deliver, fail)
         run.tensors = decoding.tensors
         if decoding.unsettled:
             when_all(decoding.unsettled, run.start_later)
@@ -108,7 +104,6 @@ class _Run:
     __slots__ = (
         "agent",
         "args",
-        "begun",
         "deliver",
         "fail",
         "func",
@@ -124,7 +119,6 @@ class _Run:
         func: Callable[..., Any],
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
-        begun: Any,
         deliver: Deliver,
         fail: Fail,
     ):
@@ -133,19 +127,12 @@ class _Run:
         self.func = func
         self.args = args
         self.kwargs = kwargs
-        self.begun = begun
         self.deliver = deliver
         self.fail = fail
         self.tensors: list[torch.Tensor] = []
 
-    def _succeed(self, result: Any) -> None:
-        begun, self.begun = self.begun, None
-        self.deliver(begun, result)
-
     def _fail(self, error: BaseException) -> None:
-        # The error's traceback leads to this object: it must not lead on to who keeps the error.
-        begun, self.begun = self.begun, None
-        self.fail(begun, error)
+        self.fail(error, call_name(self.func))
 
     def start_later(self, error: BaseException | None) -> None:
         """Start on a thread of the crew, now that the arguments are ready."""
@@ -172,7 +159,7 @@ class _Run:
         if isinstance(result, Deferred):
             result = result.future
         elif not hasattr(self.func, ASYNC_MARK):
-            self._succeed(result)
+            self.deliver(result)
             return
         if not isinstance(result, torch._C.Future):
             raise TypeError(
@@ -183,8 +170,6 @@ class _Run:
 
     def _deliver_future(self, future: Any) -> None:
         try:
-            value = future.wait()
+            self.deliver(future.wait())
         except BaseException as error:
             self._fail(error)
-        else:
-            self._succeed(value)

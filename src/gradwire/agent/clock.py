@@ -50,7 +50,8 @@ class Clock:
     def due(self, when: float) -> None:
         """See to it that housekeeping happens at `when` or before."""
         if when < self._next:
-            self._next = when
+            with self._lock:
+                self._next = min(when, self._next)
             self._wake.set()
 
     def later(self, delay: float, callback: Callable[[], None]) -> None:
@@ -76,8 +77,12 @@ class Clock:
             if quiet_rounds < _WATCH_ROUNDS:
                 timeout = WATCH_SECONDS
             else:
-                timeout = max(0.0, self._next - time.monotonic())
                 self._executor.unwatched = True
+                if self._executor.relieve():  # it began before it could see that nobody watches
+                    quiet_rounds = 0
+                    timeout = WATCH_SECONDS
+                else:
+                    timeout = max(0.0, self._next - time.monotonic())
             if self._wake.wait(None if timeout == _NEVER else min(timeout, 3600.0)):
                 self._wake.clear()
                 quiet_rounds = 0
@@ -86,8 +91,8 @@ class Clock:
         with self._lock:
             while self._timers and self._timers[0][0] <= now:
                 self._executor.post(heapq.heappop(self._timers)[2])
-            if self._timers:
-                self.due(self._timers[0][0])
+            following = self._timers[0][0] if self._timers else _NEVER
+        self.due(following)
 
     def stop(self) -> None:
         self._stopped = True

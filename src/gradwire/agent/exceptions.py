@@ -14,7 +14,7 @@ from typing import Any
 
 from torch import Tensor
 
-from gradwire.errors import RemoteError, RemoteTraceback
+from gradwire.errors import CallError, RemoteError, RemoteTraceback
 from gradwire.wire.values import Codec, Encoded
 
 
@@ -23,14 +23,17 @@ def encode_exception(codec: Codec, error: BaseException, where: str) -> Encoded:
     trace = "".join(traceback.format_exception(type(error), error, error.__traceback__))
     name = f"{type(error).__module__}.{type(error).__qualname__}"
     summary = (name, _text(error), f"{where}\n\n{trace}")
-    args = _arguments(error)
-    for parts in ((type(error), args, dict(error.__dict__)), (type(error), _sendable(args), {})):
+    for whole in (True, False):
         try:
-            inner = codec.encode(parts)
+            args = _arguments(error)
+            state = dict(error.__dict__) if whole else {}
+            inner = codec.encode((type(error), args if whole else _sendable(args), state))
         except Exception:
             continue
         # A pickle within a pickle: the summary can be read even where the class is unknown.
-        return Encoded(codec.encode((summary, inner.payload)).payload, inner.buffers, [])
+        return Encoded(
+            codec.encode((summary, inner.payload)).payload, inner.buffers, [], inner.passengers
+        )
     return codec.encode((summary, None))
 
 
@@ -59,6 +62,8 @@ def decode_exception(
             error = None  # its class is unknown here, or does not let itself be rebuilt
     if error is None:
         error = RemoteError(f"{name}: {text}", worker=worker)
+    if isinstance(error, CallError):
+        error.may_have_run = True  # what did not run is further away; what was called here did
     error.__cause__ = RemoteTraceback(trace)
     return error
 
@@ -82,10 +87,21 @@ def _rebuild(kind: type[BaseException], args: tuple[Any, ...], state: dict[str, 
     if _is_plain(kind):
         error = kind(*args)  # builtins keep part of their state where only they can put it
     else:
-        error = kind.__new__(kind, *args)
+        error = _bare(kind, args)
         error.args = args
     error.__dict__.update(state)
     return error
+
+
+def _bare(kind: type[BaseException], args: tuple[Any, ...]) -> Any:
+    """An instance without its constructor having run. Of several builtin bases, only the one that
+    decides the layout may make it."""
+    for base in kind.__mro__:
+        try:
+            return base.__new__(kind, *args)
+        except TypeError:
+            continue
+    raise TypeError(f"{kind} cannot be made")
 
 
 def _builtin_exceptions() -> list[type[BaseException]]:

@@ -15,11 +15,14 @@ count, so calls that call back can nest as deep as they like.
 from __future__ import annotations
 
 import logging
+import sys
 import threading
 import time
 from collections import deque
 from collections.abc import Callable
 from threading import get_ident
+
+import torch
 
 from gradwire.transport.poller import Poller
 
@@ -62,7 +65,7 @@ class Executor:
         self._step = self._step_seen = 0
         self._counted = 0
         self._backlog: deque[Callable[[], None]] = deque()
-        self._stopped = False
+        self.stopped = False
         #: Called when there is work after a pause; see `Clock`.
         self.wake_watch: Callable[[], None] = lambda: None
         self.unwatched = True
@@ -78,8 +81,11 @@ class Executor:
         self._poller.post(lambda: self.run(work))
 
     def post(self, callback: Callable[[], None]) -> None:
-        """Have the leader call something short."""
-        self._poller.post(callback)
+        """Have the leader call something short; there is none after the end, then call it here."""
+        if self.stopped:
+            callback()
+        else:
+            self._poller.post(callback)
 
     # -- from threads of the crew
 
@@ -89,20 +95,24 @@ class Executor:
 
     def leave_behind(self, remainder: Callable[[], None] | None) -> None:
         """Say what the next leader must take up if this thread loses the lead from here on."""
-        self._members[get_ident()].remainder = remainder
+        member = self._members.get(get_ident())
+        if member is not None:
+            member.remainder = remainder
 
     def run(self, work: Callable[[], None]) -> None:
         """Run a user function here and now, or when there is room for it. For the leader."""
         if self._counted >= self._limit:
-            self._backlog.append(work)
-            return
+            with self._lock:  # nobody may finish between the look and the note
+                if self._counted >= self._limit:
+                    self._backlog.append(work)
+                    return
         self._step += 1
         work()
 
     def hand_over(self) -> None:
         """Give up the lead before something that may take long, but go on working."""
-        if self._leader == get_ident():
-            with self._lock:
+        with self._lock:
+            if self._leader == get_ident():
                 self._release_lead(count=True)
 
     def step_aside(self) -> bool:
@@ -121,22 +131,37 @@ class Executor:
     def step_back(self) -> None:
         with self._lock:
             member = self._members[get_ident()]
-            member.counted = True
-            self._counted += 1
+            if not member.counted:  # a callback that waited too has stepped back already
+                member.counted = True
+                self._counted += 1
 
     # -- from the watch
 
     def relieve(self) -> bool:
         """Give the lead to another thread if the leader has been busy with the same thing since
         the last call. Returns whether the crew did anything at all since then."""
+        self._look_for_waiting()
         if self._busy and self._step == self._step_seen:
             with self._lock:
-                if self._busy and self._step == self._step_seen and not self._stopped:
+                if self._busy and self._step == self._step_seen and not self.stopped:
                     self._release_lead(count=True)
             return True
         active = self._step != self._step_seen
         self._step_seen = self._step
         return active
+
+    def _look_for_waiting(self) -> None:
+        """Threads may wait for futures where that is not seen from here, in
+        `torch.futures.wait_all` for one. Those do not count either, should others need the room."""
+        if not self._backlog or self._counted < self._limit:
+            return
+        frames = sys._current_frames()
+        with self._lock:
+            for member in self._members.values():
+                frame = frames.get(member.ident)
+                waits = frame is not None and frame.f_code.co_filename == torch.futures.__file__
+                if member.counted and waits:
+                    self._uncount(member)
 
     # -- the lead
 
@@ -152,7 +177,7 @@ class Executor:
     def _appoint(self) -> None:
         """Make a resting thread the leader, or a new one."""
         self._busy = False
-        if self._stopped:
+        if self.stopped:
             self._leader = 0
             return
         if self._resting:
@@ -188,7 +213,7 @@ class Executor:
         poller = self._poller
         while True:
             with self._lock:
-                if self._stopped:
+                if self.stopped:
                     self._finish(member)
                     return False
                 if self._leader != me:
@@ -231,23 +256,23 @@ class Executor:
     def _rest(self, member: _Member) -> bool:
         """Wait to be appointed. False when nobody needs this thread any more."""
         with self._lock:
-            if self._stopped:
+            if self.stopped:
                 return False
             self._resting.append(member)
         if member.call.acquire(timeout=_REST_SECONDS):
-            return not self._stopped
+            return not self.stopped
         with self._lock:
             if member in self._resting:
                 self._resting.remove(member)
                 return False
-        return member.call.acquire() and not self._stopped
+        return member.call.acquire() and not self.stopped
 
     # -- the end
 
     def stop(self, deadline: float) -> list[str]:
         """Dismiss the crew; returns the names of threads still in a user function."""
         with self._lock:
-            self._stopped = True
+            self.stopped = True
             for member in self._resting:
                 member.call.release()
             self._resting.clear()

@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import contextvars
+import itertools
 import logging
+import weakref
+from collections import deque
 from collections.abc import Callable, Generator, Iterable
+from functools import partial
 from typing import Any, Generic, Protocol, TypeVar, cast
 
 import torch
@@ -44,6 +48,7 @@ class Future(torch.futures.Future, Generic[T]):  # type: ignore[type-arg]
         super().__init__()
         self._waiting = waiting
         self._name = name
+        self._callbacks: deque[Callable[[], None]] = deque()
 
     def wait(self) -> T:
         """Block until the future is done; return its value or raise its error."""
@@ -51,12 +56,44 @@ class Future(torch.futures.Future, Generic[T]):  # type: ignore[type-arg]
             self._waiting.wait(self)
         return cast(T, super().wait())
 
+    def set_result(self, result: T) -> None:
+        """Complete the future with a value."""
+        self.complete(result, None)
+        self.run_callbacks()
+
     def set_exception(self, result: BaseException) -> None:
         """Complete the future with an error."""
-        self._failure = _Failure(result)
-        # C++ callers, `torch.futures.wait_all` among them, look at the value through this too.
-        self._set_unwrap_func(self._failure.raise_it)
-        self.set_result(result)
+        self.complete(None, result)
+        self.run_callbacks()
+
+    def complete(self, value: Any, error: BaseException | None) -> None:
+        """Complete the future; its callbacks wait for `run_callbacks`."""
+        if error is not None:
+            self._failure = _Failure(error)
+            # C++ callers, `torch.futures.wait_all` among them, look at the value through this too.
+            # They get no hold on the error itself: its traceback leads to frames that lead here,
+            # and the garbage collector does not see what C++ holds.
+            self._set_unwrap_func(partial(_raise_failure, weakref.ref(self._failure), repr(error)))
+            value = None
+        super().set_result(value)
+
+    @property
+    def has_callbacks(self) -> bool:
+        return bool(self._callbacks)
+
+    def run_callbacks(self) -> None:
+        """Call those who asked to be called, each once."""
+        while self._callbacks:
+            try:
+                callback = self._callbacks.popleft()
+            except IndexError:
+                return
+            callback()
+
+    def _call_when_done(self, callback: Callable[[], None]) -> None:
+        self._callbacks.append(callback)
+        if self.done():
+            self.run_callbacks()
 
     def exception(self) -> BaseException | None:
         """The error of a future that is done; None when it has a value."""
@@ -77,26 +114,26 @@ class Future(torch.futures.Future, Generic[T]):  # type: ignore[type-arg]
         child: Future[S] = Future(self._waiting_for_child(), f"a callback of {self._name}")
         context = contextvars.copy_context()
 
-        def run(_done: object) -> None:
+        def run() -> None:
             try:
                 child.set_result(context.run(callback, self))
             except BaseException as error:
                 child.set_exception(error)
 
-        super().add_done_callback(run)
+        self._call_when_done(run)
         return child
 
     def add_done_callback(self, callback: Callable[[Future[T]], None]) -> None:
         """Call `callback` with this future when it is done. What it raises is logged."""
         context = contextvars.copy_context()
 
-        def run(_done: object) -> None:
+        def run() -> None:
             try:
                 context.run(callback, self)
             except Exception:
                 logger.exception("error in a callback of %s", self._name)
 
-        super().add_done_callback(run)
+        self._call_when_done(run)
 
     def _waiting_for_child(self) -> Waiting | None:
         return None if self._waiting is None else _Relay(self)
@@ -110,13 +147,13 @@ class Future(torch.futures.Future, Generic[T]):  # type: ignore[type-arg]
                 if not arrived.done():
                     arrived.set_result(None)
 
-            def notify(_done: object) -> None:
+            def notify() -> None:
                 try:
                     loop.call_soon_threadsafe(arrive)
                 except RuntimeError:
                     pass  # the loop was closed: nobody waits any more
 
-            super().add_done_callback(notify)
+            self._call_when_done(notify)
             yield from arrived
         return cast(T, super().wait())
 
@@ -132,18 +169,21 @@ class Future(torch.futures.Future, Generic[T]):  # type: ignore[type-arg]
 
 
 class _Failure:
-    """The error of a future, and whether anybody has looked at it. A thing of its own, because
-    torch holds on to it in a way the garbage collector does not see."""
+    """The error of a future, and whether anybody has looked at it."""
 
-    __slots__ = ("error", "seen")
+    __slots__ = ("__weakref__", "error", "seen")
 
     def __init__(self, error: BaseException):
         self.error = error
         self.seen = False
 
-    def raise_it(self, _value: object) -> None:
-        self.seen = True
-        raise self.error
+
+def _raise_failure(failure: weakref.ref[_Failure], text: str, _value: object) -> None:
+    found = failure()
+    if found is None:
+        raise RuntimeError(text)
+    found.seen = True
+    raise found.error
 
 
 class _Relay:
@@ -169,10 +209,12 @@ def when_all(futures: Iterable[Any], then: Callable[[BaseException | None], None
     if not waiting:
         then(None)
         return
-    done = torch.futures.collect_all(waiting)
+    left = itertools.count(len(waiting) - 1, -1)
 
     def finish(_done: object) -> None:
-        errors = (future.exception() for future in waiting)
-        then(next((error for error in errors if error is not None), None))
+        if next(left) == 0:
+            errors = (future.exception() for future in waiting)
+            then(next((error for error in errors if error is not None), None))
 
-    done.add_done_callback(finish)
+    for future in waiting:
+        future.add_done_callback(finish)

@@ -108,6 +108,7 @@ class Link:
         poller: Poller,
         executor: Executor,
         complete: Callable[[OpenCall], None],
+        absorb: Callable[[Frame], None],
         ended: Callable[[Link], None],
         due: Callable[[float], None],
     ):
@@ -115,15 +116,20 @@ class Link:
         self.connection = connection
         self._executor = executor
         self._complete = complete
+        self._absorb = absorb
         self._ended = ended
         self._due = due
         self._ids = itertools.count(1)
         self._uncounted_ids = itertools.count(UNCOUNTED + 1)
         self._looks = 0
         self._open: dict[int, OpenCall] = {}
+        #: Calls that were given up; their answers are still read, and dropped in good order.
+        self._late: set[int] = set()
         self._answered: deque[OpenCall] = deque()
         self._armed = False
         self._flush_due = False
+        #: The one-shot notice was used up, also that of the other end's going away.
+        self._event_spent = False
         self._caller_reads = False
         self._end_lock = threading.Lock()
         #: Why the connection ended, once it has.
@@ -132,6 +138,8 @@ class Link:
         self.farewell = False
         self._leaving = False
         self.last_sign = time.monotonic()
+        #: When a sign of life was asked for that has not come yet.
+        self.asked_at: float | None = None
         connection.attach(poller, self._on_readable)
 
     # -- calling
@@ -142,8 +150,12 @@ class Link:
         call.link = self
         if not self._open:
             self.last_sign = time.monotonic()
+        frame = Frame(
+            pack(call.kind, call.id, encoded.payload, tags, references=bool(encoded.passengers)),
+            encoded.buffers,
+        )
         self._open[call.id] = call
-        frame = Frame(pack(call.kind, call.id, encoded.payload, tags), encoded.buffers)
+        self._due(call.deadline)
         try:
             # One of many: it can wait for the next ones, and travel with them.
             held = len(self._open) > _MANY and call.future and self.connection.hold(frame)
@@ -155,9 +167,10 @@ class Link:
                 self._flush_due = True
                 self._executor.post(self._flush)
         except ConnectionClosed as closed:
-            self._open.pop(call.id, None)
-            encoded.tell_passengers(None)
+            untouched = self._open.pop(call.id, None) is not None
             self.end(str(closed))
+            if not untouched:
+                return  # its deadline, or whoever noticed first, has settled it
             raise WorkerLost(
                 f"{call.name} could not be sent to worker {self.to.name!r}: {closed}. "
                 "It has not run there",
@@ -165,13 +178,14 @@ class Link:
                 call=call.name,
                 may_have_run=False,
             ) from closed
-        except BaseException:
+        except BaseException as error:
             self._open.pop(call.id, None)
+            if not isinstance(error, Exception):
+                self.end("a thread that was sending on it was interrupted")
             raise
         encoded.tell_passengers(self.to)
         if self.end_reason is not None:
             self._fail_all(self.end_reason)  # it ended before this call was among the open ones
-        self._due(call.deadline)
         if call.future is not None and not self._armed and not self._caller_reads:
             self._arm()
 
@@ -184,11 +198,13 @@ class Link:
 
     def ask_for_sign(self) -> None:
         """Send a heartbeat. Whatever comes back is a sign of life."""
+        if self.asked_at is None:
+            self.asked_at = time.monotonic()  # before asking: the answer takes it back
         self._arm()
         try:
             if not self.connection.nudge(Frame(pack(Kind.HEARTBEAT, UNCOUNTED, b""))):
                 # Something is being sent; that it gets on is seen to by the connection.
-                self.last_sign = time.monotonic()
+                self.asked_at, self.last_sign = None, time.monotonic()
         except ConnectionClosed as closed:
             self.end(str(closed))
 
@@ -221,6 +237,11 @@ class Link:
                     self._read_answer_of(call)
                 else:
                     self._wait_at_gate(call)
+        except BaseException:
+            # An interrupt can strike between taking the right to read and making a note of it.
+            if not self._caller_reads and not self.connection.is_readable_by_others():
+                self.end("a thread that was reading it was interrupted")
+            raise
         finally:
             if aside:
                 self._executor.step_back()
@@ -246,10 +267,20 @@ class Link:
             self._caller_reads = False
             self.connection.end_reading()
             # Those who came meanwhile saw that somebody reads, and count on being read for.
-            if self._open:
+            if self._open or self._late:
                 self._arm()
-        if mine and call.future is not None:
-            self._finish(call)
+            elif self._event_spent:
+                self._rest()
+            if call.future is not None and call.reply is not None and not call.finished:
+                self._finish_own(call)
+
+    def _finish_own(self, call: OpenCall) -> None:
+        """Complete the future that this very thread waits for."""
+        future = call.future
+        self._finish(call)
+        if future is not None and future.has_callbacks:
+            # Not here: who waits may hold what they need.
+            self._executor.post(future.run_callbacks)
 
     def _wait_at_gate(self, call: OpenCall) -> None:
         """Wait while another thread reads, or settles this call."""
@@ -277,12 +308,15 @@ class Link:
             self.end(str(closed))
             return False
         self.last_sign = time.monotonic()
+        self.asked_at = None
         found = False
         for frame in frames:
             kind, call_id = peek(frame.head)
             call = self._open.pop(call_id, None)
             if call is None:  # too late for its deadline, or a sign of life
                 self.farewell |= kind == Kind.FAREWELL
+                self._late.discard(call_id)
+                self._absorb(frame)
                 continue
             call.reply = frame
             found |= call is mine
@@ -295,6 +329,7 @@ class Link:
     def _on_readable(self) -> None:
         """The leader's turn to read."""
         self._armed = False
+        self._event_spent = True
         if len(self._open) >= _MANY:
             time.sleep(_GATHER_SECONDS)
         if not self.connection.begin_reading():
@@ -317,22 +352,40 @@ class Link:
                 call = self._answered.popleft()
             except IndexError:
                 break
+            future = call.future
             self._finish(call)
-            if not executor.leads():
+            if future is not None:
+                future.run_callbacks()
+            if not executor.leads() and not executor.stopped:
                 return
         executor.leave_behind(None)
-        if self._open and not self._armed and not self._caller_reads:
+        if self._caller_reads:
+            return
+        if not self._open and not self._late:
+            self._rest()
+        elif not self._armed:
             self._arm()
+
+    def _rest(self) -> None:
+        """Nothing is expected: only notice when the other end goes away."""
+        self._event_spent = False
+        self.connection.disarm()
 
     def _finish(self, call: OpenCall) -> None:
         """Complete the future of a call that was taken out of the open ones."""
+        future = call.future
         try:
             self._complete(call)
+        except BaseException:
+            if future is not None and not future.done():  # an interrupt, in the middle of it
+                future.complete(None, self._loss(call, "its answer was not read to the end"))
+            raise
         finally:
             call.finish()
 
     def _arm(self) -> None:
         self._armed = True
+        self._event_spent = False
         self.connection.arm()
 
     # -- failing
@@ -346,7 +399,7 @@ class Link:
         return min((call.deadline for call in calls if call.deadline > now), default=FOREVER)
 
     def _expire(self, call: OpenCall) -> None:
-        self._fail(
+        expired = self._fail(
             call,
             lambda: CallTimeout(
                 f"{call.name} on worker {self.to.name!r}: RPC ran for more than set timeout "
@@ -357,6 +410,10 @@ class Link:
                 call=call.name,
             ),
         )
+        if expired:
+            self._late.add(call.id)
+            if not self._caller_reads:
+                self._arm()
 
     def end(self, reason: str, *, leaving: bool = False) -> None:
         """Close the connection and fail what waits for it. When this worker is `leaving`, its
@@ -370,8 +427,20 @@ class Link:
         self.connection.close()
         self._ended(self)
         self._fail_all(reason)
-        while leaving and self._answered:
-            self._finish(self._answered.popleft())
+        if leaving:
+            self.drain()
+
+    def drain(self) -> None:
+        """Complete what is settled, here and now: the executor does not any more."""
+        while self._answered:
+            try:
+                call = self._answered.popleft()
+            except IndexError:
+                return
+            future = call.future
+            self._finish(call)
+            if future is not None:
+                future.run_callbacks()
 
     def _fail_all(self, reason: str) -> None:
         for call in list(self._open.values()):
@@ -392,15 +461,17 @@ class Link:
             call=call.name,
         )
 
-    def _fail(self, call: OpenCall, make_error: Callable[[], CallError]) -> None:
+    def _fail(self, call: OpenCall, make_error: Callable[[], CallError]) -> bool:
+        """Settle a call with an error, unless it is settled already."""
         if self._open.pop(call.id, None) is None:
-            return
+            return False
         call.error = make_error()
         if call.future is None:
             call.finish()
         else:
             self._answered.append(call)
             self._executor.post(self._complete_answered)
+        return True
 
 
 _UNCOUNTED_KINDS = frozenset({Kind.BARRIER, Kind.FAREWELL})

@@ -99,7 +99,11 @@ class Peers:
                 )
             if peer.link is None:
                 connection = self._open(peer, call, deadline)
-                peer.link = self._make_link(peer, connection)
+                link = self._make_link(peer, connection)
+                peer.link = link
+                if link.end_reason is not None:
+                    peer.link = None  # it ended before anybody could see that it was there
+                return link
             return peer.link
         finally:
             peer.connecting.release()

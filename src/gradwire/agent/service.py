@@ -25,6 +25,8 @@ logger = logging.getLogger("gradwire")
 #: How long answers are kept back for others while short functions are served. (A long function
 #: delays those before it until the watch relieves the leader: a few milliseconds.)
 _TOGETHER_SECONDS = 200e-6
+#: So many calls of a peer are remembered, to know one that comes twice.
+_REMEMBERED_CALLS = 1024
 
 
 class Request:
@@ -98,6 +100,7 @@ class Service:
         self.requests: dict[int, Request] = {}
         self.received = 0
         self._last_sent = 0.0
+        self._recent: dict[int, None] = {}
         #: The caller has said that it leaves; its silence from now on is no loss.
         self.farewell = False
         connection.attach(agent.poller, self._on_readable)
@@ -152,12 +155,22 @@ class Service:
             return
         request = Request(self, kind, call_id, tags, payload, frame.buffers)
         if call_id < UNCOUNTED:
+            if call_id in self._recent:
+                return  # a duplicate: no function runs twice
+            self._recent[call_id] = None
+            if len(self._recent) > _REMEMBERED_CALLS:
+                del self._recent[next(iter(self._recent))]
             self.received += 1
             self.requests[call_id] = request
-        self.agent.serve(request)
+        try:
+            self.agent.serve(request)
+        except Exception:
+            logger.exception("worker %s: error while serving", self.agent.info.name)
 
     def send(self, request: Request, kind: Kind, encoded: Encoded, tags: Tags | None) -> None:
-        frame = Frame(pack(kind, request.id, encoded.payload, tags), encoded.buffers)
+        references = bool(encoded.passengers)
+        head = pack(kind, request.id, encoded.payload, tags, references=references)
+        frame = Frame(head, encoded.buffers)
         try:
             if not self._send_with_others(frame):
                 self._last_sent = time.perf_counter()

@@ -19,6 +19,7 @@ nothing any more: its forks are deleted, and nobody waits for its acceptance.
 from __future__ import annotations
 
 import threading
+import weakref
 from collections import deque
 from functools import partial
 from typing import Any
@@ -35,6 +36,8 @@ from gradwire.refs.rref import RRef
 from gradwire.refs.table import Owned, Table
 from gradwire.wire.messages import Kind
 from gradwire.wire.values import add_passenger, current_decoding
+
+_TAG = "rref"
 
 # (owner's id, owner's name, reference, fork, the worker that made the fork)
 _Parts = tuple[int, str, int, int, int]
@@ -63,6 +66,10 @@ class Refs:
         agent.handle(Kind.RREF_USER_DELETE, self._serve_delete)
         agent.on_gone.append(self._clear_up_after)
 
+    @property
+    def patience(self) -> float:
+        return self._agent.options.rpc_seconds
+
     def next_id(self) -> int:
         return self._ids.next()
 
@@ -78,45 +85,54 @@ class Refs:
     ) -> RRef[Any]:
         """Run a function on a worker and leave its result there."""
         id = self.next_id()
-        fork = id if to.info.id == self.me.id else self.next_id()
-        encoded = self._agent.codec.encode_call(func, args, kwargs, (id, fork))
+        home = to.info.id == self.me.id
+        fork = id if home else self.next_id()
+        encoded = self._agent.codec.encode_call(func, args, kwargs)
         rref: RRef[Any] = RRef.__new__(RRef)
-        if to.info.id == self.me.id:
+        if home:
             owned = Owned(id)
             self.table.add(owned)
             rref._set_up(self, id, self.me, owned, 0, None)
-        created = self._agent.call_async(to, Kind.PYTHON_REMOTE_CALL, func, encoded, timeout)
-        # Its error comes to light when the value is asked for.
-        created.expect_failure()
-        if to.info.id != self.me.id:
+        # Beside the call, so that the owner knows whose value it is even if it cannot read it.
+        tags = {_TAG: (id, fork)}
+        created = self._agent.call_async(to, Kind.PYTHON_REMOTE_CALL, func, encoded, timeout, tags)
+        created.expect_failure()  # it comes to light when the value is asked for
+        if home:
+            created.add_done_callback(partial(self._check_made_at_home, weakref.ref(owned)))
+        else:
             rref._set_up(self, id, to.info, None, fork, created)
         return rref
 
-    def _serve_remote(self, request: Request) -> None:
-        def begin(extra: Any) -> Owned:
-            id, fork = extra
-            owned = self.table.get(id)
-            if request.caller.id != self.me.id:
-                self.table.add_fork(id, fork, request.caller.id)
-            return owned
+    @staticmethod
+    def _check_made_at_home(owned: weakref.ref[Owned], created: Future[Any]) -> None:
+        value, error = owned(), created.exception()
+        if value is not None and error is not None and not value.future.done():
+            value.set_error(error)
 
-        def deliver(owned: Owned, value: Any) -> None:
+    def _serve_remote(self, request: Request) -> None:
+        assert request.tags is not None
+        id, fork = request.tags[_TAG]
+        owned = self.table.get(id)
+        if request.caller.id != self.me.id:
+            self.table.add_fork(id, fork, request.caller.id)
+
+        def deliver(value: Any) -> None:
             owned.set_value(value)
             request.answer(None)
 
-        def fail(owned: Owned, error: BaseException) -> None:
-            owned.set_error(detach(error, f"remote() to worker {self.me.name!r} raised:"))
+        def fail(error: BaseException, what: str) -> None:
+            owned.set_error(detach(error, f'{what} on worker "{self.me.name}" raised:'))
             request.answer(None)
 
-        self._calls.serve_function(request, begin, deliver, fail)
+        self._calls.serve_function(request, deliver, fail)
 
     # -- using references
 
     def fetch(self, rref: RRef[Any], timeout: float) -> Any:
-        if rref._owned is not None:
-            return self.wait_for(rref._owned.future)
-        self._check_creation(rref)
         timeout = self._agent.timeout(timeout)
+        if rref._owned is not None:
+            return self.wait_for(rref._owned.future, timeout)
+        self._check_creation(rref)
         peer = self._agent.peers.find(rref._owner)
         encoded = self._agent.codec.encode((rref._id, rref._fork))
         try:
@@ -143,16 +159,23 @@ class Refs:
         if error is not None:
             raise error
 
-    def wait_for(self, future: Future[Any]) -> Any:
+    def wait_for(self, future: Future[Any], timeout: float) -> Any:
         """The value of a future that something on this worker completes."""
-        if future.done():
-            return future.wait()
-        aside = self._agent.executor.step_aside()
-        try:
-            return future.wait()
-        finally:
-            if aside:
-                self._agent.executor.step_back()
+        if not future.done():
+            done = threading.Event()
+            future.add_done_callback(lambda _: done.set())
+            aside = self._agent.executor.step_aside()
+            try:
+                if not done.wait(timeout or None):
+                    raise CallTimeout(
+                        f"a value of worker {self.me.name!r} itself was not there after "
+                        f"{timeout:g} s: the function that makes it is still running",
+                        worker=self.me.name,
+                    )
+            finally:
+                if aside:
+                    self._agent.executor.step_back()
+        return future.wait()
 
     def _serve_fetch(self, request: Request) -> None:
         id, fork = request.decode()

@@ -99,7 +99,7 @@ class RRef(Generic[T]):
                 f"local_value() of an RRef works only on its owner, worker {self._owner.name!r}; "
                 "call to_here() for a copy, or rpc_sync() for a call on it"
             )
-        value: T = self._refs.wait_for(self._owned.future)
+        value: T = self._refs.wait_for(self._owned.future, self._refs.patience)
         return value
 
     # -- calls on the value

@@ -47,6 +47,7 @@ class Table:
         #: Forks of each value that others need: fork -> the worker that holds it, if known.
         self._forks: dict[int, dict[int, int | None]] = {}
         self._kept: dict[int, Owned] = {}
+        self._gone: set[int] = set()
         self._deleted: OrderedDict[int, None] = OrderedDict()
 
     def get(self, id: int) -> Owned:
@@ -74,6 +75,9 @@ class Table:
         with self._lock:
             if fork in self._deleted:
                 return
+            if holder in self._gone:
+                self._deleted[fork] = None
+                return
             self._kept[id] = self._get(id)
             self._forks.setdefault(id, {})[fork] = holder
 
@@ -83,6 +87,9 @@ class Table:
             forks = self._forks.get(id)
             if forks is not None and fork in forks:
                 forks[fork] = holder
+            gone = holder in self._gone
+        if gone:
+            self.delete_fork(id, fork)
 
     def delete_fork(self, id: int, fork: int) -> None:
         released = None  # destroyed after the lock is let go: its end may run user code
@@ -101,6 +108,7 @@ class Table:
     def delete_forks_of(self, holder: int) -> None:
         """A worker is gone, and with it all it held."""
         with self._lock:
+            self._gone.add(holder)
             gone = [
                 (id, fork)
                 for id, forks in self._forks.items()

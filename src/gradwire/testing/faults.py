@@ -73,6 +73,12 @@ class FaultyTransport:
     def connect(self, place: str, me: Greeting, them: Greeting, timeout: float) -> Connection:
         return FaultyConnection(self._inner.connect(place, me, them, timeout), self, me)
 
+    def add(self, fault: Fault) -> None:
+        """Have one more fault, from now on."""
+        with self._lock:
+            self._faults.append(fault)
+            self._left.append(fault.times)
+
     def choose(self, frame: Frame, sender: str, receiver: str) -> Fault | None:
         """The fault that befalls a frame, if any."""
         kind, _ = peek(frame.head)
@@ -103,6 +109,7 @@ class FaultyConnection:
         # Reading is not touched.
         self.begin_reading = inner.begin_reading
         self.end_reading = inner.end_reading
+        self.is_readable_by_others = inner.is_readable_by_others
         self.receive = inner.receive
         self.wait = inner.wait
         self.attach = inner.attach
@@ -136,7 +143,17 @@ class FaultyConnection:
         self._inner.flush(blocked)
 
     def nudge(self, frame: Frame) -> bool:
-        return self._inner.nudge(frame)
+        fault = self._transport.choose(frame, self._me, self.peer.name)
+        if fault is None:
+            return self._inner.nudge(frame)
+        if fault.action == "cut":
+            self.close()
+        elif fault.action == "duplicate":
+            self._inner.nudge(frame)
+            self._inner.nudge(frame)
+        elif fault.action == "delay":
+            self._send_later(frame, fault.seconds)
+        return True
 
     def _send_later(self, frame: Frame, seconds: float) -> None:
         # The sender may change its tensors as soon as `send` returns.

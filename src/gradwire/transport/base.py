@@ -67,6 +67,10 @@ class Connection(Protocol):
     def end_reading(self) -> None:
         """Let others read."""
 
+    def is_readable_by_others(self) -> bool:
+        """Whether nobody reads, or a thread that is not this one. For threads that were
+        interrupted and do not know."""
+
     def receive(self) -> list[Frame]:
         """The frames that have arrived, perhaps none. Never blocks. For the reading thread."""
 

@@ -147,6 +147,9 @@ class MemoryConnection:
     def end_reading(self) -> None:
         self._reading.release()
 
+    def is_readable_by_others(self) -> bool:
+        return not self._reading.locked()
+
     def receive(self) -> list[Frame]:
         with self._arrived:
             frames = list(self._inbox)

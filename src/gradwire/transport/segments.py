@@ -196,6 +196,7 @@ class _Mapped:
         if os.fstat(descriptor).st_size != capacity:
             raise ConnectionClosed("the peer sent shared memory of another size than it said")
         self._memory = _map(descriptor, capacity)
+        self._process = os.getpid()
         self._in_use: weakref.ref[memoryview] | None = None
 
     def tensor(self, length: int) -> Tensor:
@@ -209,7 +210,8 @@ class _Mapped:
             return torch.frombuffer(piece, dtype=torch.uint8)
 
     def _free(self, _ref: object) -> None:
-        self._memory[0] = 0
+        if os.getpid() == self._process:  # a forked child drops its tensor, not ours
+            self._memory[0] = 0
 
 
 class SegmentReceiver:

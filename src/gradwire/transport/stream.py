@@ -66,6 +66,7 @@ class StreamConnection:
         self._writing = threading.Lock()
         self._held: deque[bytes] = deque()
         self._disposing = threading.Lock()
+        self._reader_thread = 0
         self._closed = False
         self._poller: Poller | None = None
         self._eager = Eager()
@@ -200,12 +201,20 @@ class StreamConnection:
     # -- receiving
 
     def begin_reading(self) -> bool:
-        return self._reading.acquire(blocking=False)
+        if not self._reading.acquire(blocking=False):
+            return False
+        self._reader_thread = threading.get_ident()
+        return True
 
     def end_reading(self) -> None:
+        self._reader_thread = 0
         self._reading.release()
         if self._closed:
             self._dispose()
+
+    def is_readable_by_others(self) -> bool:
+        reader = self._reader_thread
+        return not self._reading.locked() or reader not in (0, threading.get_ident())
 
     def receive(self) -> list[Frame]:
         reader = self._reader
@@ -216,13 +225,18 @@ class StreamConnection:
             target = reader.target()
             try:
                 count = self._sock.recv_into(target)
+                if not count:
+                    raise ConnectionClosed("the peer closed the connection")
+                frames = reader.advance(count)
             except BlockingIOError:
                 break
             except OSError as error:
                 raise ConnectionClosed(f"the connection broke: {error}") from error
-            if not count:
-                raise ConnectionClosed("the peer closed the connection")
-            frames = reader.advance(count)
+            except ConnectionClosed:
+                raise
+            except BaseException:
+                self.close()  # an interrupt: bytes may be lost between the socket and the reader
+                raise
             if count < len(target):
                 break
         return frames

@@ -5,7 +5,10 @@ them. Where torch nests wrapper messages (autograd around profiling around a cal
 carries tags instead: small values under a room's name, attached and read by that room alone.
 
     head   = header (16 bytes) | tags, pickled, when there are any | payload
-    header = kind u8 | 0 u8 | 0 u16 | length of tags u32 | call id u64
+    header = kind u8 | flags u8 | 0 u16 | length of tags u32 | call id u64
+
+The only flag says that the value carries references: it must be decoded even when nobody waits for
+it any more, so that the references are dropped in good order.
 """
 
 from __future__ import annotations
@@ -17,7 +20,8 @@ from typing import Any
 
 Tags = dict[str, Any]
 
-_HEADER = struct.Struct("<BxxxIQ")
+_HEADER = struct.Struct("<BBxxIQ")
+_REFERENCES = 1
 
 
 class Kind(enum.IntEnum):
@@ -34,6 +38,10 @@ class Kind(enum.IntEnum):
     RREF_USER_DELETE = 22
     RREF_FORK_REQUEST = 23
     RREF_CHILD_ACCEPT = 24
+    # gradients
+    BACKWARD_AUTOGRAD_REQ = 30
+    BACKWARD_AUTOGRAD_OUTCOME = 31
+    CLEANUP_AUTOGRAD_CONTEXT_REQ = 32
     # the group
     HEARTBEAT = 40
     BARRIER = 41
@@ -52,20 +60,40 @@ def kind_name(kind: int) -> str:
 UNCOUNTED = 1 << 63
 
 #: Idempotent, so sent again after a failure. User functions never are.
-RETRIED = frozenset({Kind.RREF_USER_DELETE, Kind.RREF_FORK_REQUEST, Kind.RREF_CHILD_ACCEPT})
+RETRIED = frozenset(
+    {
+        Kind.RREF_USER_DELETE,
+        Kind.RREF_FORK_REQUEST,
+        Kind.RREF_CHILD_ACCEPT,
+        Kind.BACKWARD_AUTOGRAD_OUTCOME,
+        Kind.CLEANUP_AUTOGRAD_CONTEXT_REQ,
+    }
+)
 
 
-def pack(kind: int, call_id: int, payload: bytes | memoryview, tags: Tags | None = None) -> bytes:
+def pack(
+    kind: int,
+    call_id: int,
+    payload: bytes | memoryview,
+    tags: Tags | None = None,
+    *,
+    references: bool = False,
+) -> bytes:
     """One message as the head of a frame."""
+    flags = _REFERENCES if references else 0
     if tags:
         packed = pickle.dumps(tags, 5)
-        return b"".join((_HEADER.pack(kind, len(packed), call_id), packed, payload))
-    return b"".join((_HEADER.pack(kind, 0, call_id), payload))
+        return b"".join((_HEADER.pack(kind, flags, len(packed), call_id), packed, payload))
+    return b"".join((_HEADER.pack(kind, flags, 0, call_id), payload))
+
+
+def carries_references(head: bytes | bytearray | memoryview) -> bool:
+    return bool(_HEADER.unpack_from(head)[1] & _REFERENCES)
 
 
 def unpack(head: bytes | bytearray | memoryview) -> tuple[int, int, Tags | None, memoryview]:
     """(kind, call id, tags, payload) of a frame's head."""
-    kind, tags_length, call_id = _HEADER.unpack_from(head)
+    kind, _, tags_length, call_id = _HEADER.unpack_from(head)
     start = _HEADER.size + tags_length
     view = memoryview(head)
     tags = pickle.loads(view[_HEADER.size : start]) if tags_length else None
@@ -74,5 +102,5 @@ def unpack(head: bytes | bytearray | memoryview) -> tuple[int, int, Tags | None,
 
 def peek(head: bytes | bytearray | memoryview) -> tuple[int, int]:
     """(kind, call id) alone."""
-    kind, _, call_id = _HEADER.unpack_from(head)
+    kind, _, _, call_id = _HEADER.unpack_from(head)
     return kind, call_id

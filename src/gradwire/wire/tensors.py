@@ -72,7 +72,9 @@ def rebuild(memory: bytearray | Tensor, dense: Dense) -> Tensor:
         flat = torch.frombuffer(memory, dtype=dtype)
     else:
         flat = torch.empty(0, dtype=dtype, device="cpu")
-    tensor = flat.view(shape) if strides is None else flat.as_strided(shape, strides)
+    # Detached: a tensor of its own, not a view of `flat`; autograd restricts what views may do.
+    view = flat.view(shape) if strides is None else flat.as_strided(shape, strides)
+    tensor = view.detach()
     if flags & PARAMETER:
         return torch.nn.Parameter(tensor, requires_grad=bool(flags & REQUIRES_GRAD))
     return tensor.requires_grad_() if flags else tensor

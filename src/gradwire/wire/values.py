@@ -46,7 +46,9 @@ class Encoded:
     passengers: Sequence[Passenger] = ()
 
     def tell_passengers(self, where: WorkerInfo | None) -> None:
-        for passenger in self.passengers:
+        """Tell them, once."""
+        passengers, self.passengers = self.passengers, ()
+        for passenger in passengers:
             passenger(where)
 
 
@@ -206,11 +208,10 @@ class Codec:
         func: Callable[..., Any],
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
-        extra: Any = None,
     ) -> Encoded:
         """Encode a call, and blame the right argument when that fails."""
         try:
-            return self.encode((func, args, kwargs, extra))
+            return self.encode((func, args, kwargs))
         except Exception as error:
             for name, value in _named_parts(func, args, kwargs):
                 try:

@@ -1,0 +1,1 @@
+"""Gradients across workers: recording what crosses, and running backward through it."""

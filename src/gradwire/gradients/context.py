@@ -1,0 +1,157 @@
+"""Contexts: what one forward pass has recorded on a worker, and the gradients it got.
+
+A context is made on first sight of its id, on every worker that takes part. Its creator releases
+it everywhere; a released id is remembered, so that a late message does not bring it back.
+"""
+
+from __future__ import annotations
+
+import contextvars
+import threading
+from collections import OrderedDict
+from typing import TYPE_CHECKING
+
+from torch import Tensor
+
+from gradwire.errors import GradwireError
+from gradwire.gradients.functions import Recv, Send
+from gradwire.ids import COUNTER_MASK, IdSource, creator
+
+if TYPE_CHECKING:
+    from gradwire.gradients.engine import Pass
+
+_REMEMBERED_RELEASES = 100_000
+
+#: The id of the context the current code runs in.
+current_id: contextvars.ContextVar[int | None] = contextvars.ContextVar(
+    "gradwire_context", default=None
+)
+
+
+class Context:
+    """One forward pass, as far as this worker is concerned."""
+
+    def __init__(self, id: int):
+        self.id = id
+        self.lock = threading.RLock()
+        self.changed = threading.Condition(self.lock)
+        self.sends: dict[int, Send] = {}
+        self.recvs: dict[int, Recv] = {}
+        #: The workers this one has exchanged messages with in this context.
+        self.known: set[int] = set()
+        #: By identity of the leaf.
+        self._gradients: dict[int, tuple[Tensor, Tensor]] = {}
+        self.passes: dict[int, Pass] = {}
+        self._ended_passes: set[int] = set()
+        self.released = False
+
+    def record_send(self, id: int, to: int, tensors: list[Tensor]) -> None:
+        send = Send(id, to, tensors)
+        with self.lock:
+            self._check()
+            self.sends[id] = send
+            self.known.add(to)
+
+    def record_recv(self, id: int, sender: int, tensors: list[Tensor]) -> None:
+        recv = Recv(id, sender, tensors)
+        with self.lock:
+            self._check()
+            self.recvs[id] = recv
+            self.known.add(sender)
+
+    def add_gradients(self, gradients: list[tuple[Tensor, Tensor]]) -> None:
+        with self.lock:
+            for leaf, gradient in gradients:
+                found = self._gradients.get(id(leaf))
+                total = gradient if found is None else found[1] + gradient
+                self._gradients[id(leaf)] = (leaf, total)
+
+    def gradients(self) -> dict[Tensor, Tensor]:
+        with self.lock:
+            return dict(self._gradients.values())
+
+    def check_pass(self, id: int) -> None:
+        """A late message of a pass that has ended must not start it anew."""
+        self._check()
+        if id in self._ended_passes:
+            raise GradwireError("this backward pass has ended already")
+
+    def remember_pass(self, id: int) -> None:
+        self._ended_passes.add(id)
+
+    def wait_for_outcomes(self, timeout: float) -> None:
+        """Wait until it is known of every pass that has run here whether it has succeeded."""
+        with self.changed:
+            self.changed.wait_for(
+                lambda: not any(p.finished for p in self.passes.values()), timeout or None
+            )
+
+    def _check(self) -> None:
+        if self.released:
+            raise GradwireError(f"autograd context {self.id} was released while it was in use")
+
+    def release(self) -> set[int]:
+        """Let go of everything; returns the workers to tell."""
+        with self.lock:
+            self.released = True
+            passes = list(self.passes.values())
+            self.sends.clear()
+            self.recvs.clear()
+            self._gradients.clear()
+            known = set(self.known)
+        for running in passes:
+            running.fail(GradwireError(f"autograd context {self.id} was released"))
+        return known
+
+
+class Contexts:
+    """The contexts of one worker."""
+
+    def __init__(self, worker_id: int):
+        self._ids = IdSource(worker_id)
+        self.max_id = worker_id << 48 | COUNTER_MASK
+        self._lock = threading.Lock()
+        self._contexts: dict[int, Context] = {}
+        self._released: OrderedDict[int, None] = OrderedDict()
+
+    def new(self) -> Context:
+        context = Context(self._ids.next())
+        with self._lock:
+            self._contexts[context.id] = context
+        return context
+
+    def get(self, id: int) -> Context:
+        context = self._contexts.get(id)
+        if context is None:
+            raise GradwireError(
+                f"Could not find autograd context with id: {id}. It was released, or never known "
+                "on this worker"
+            )
+        return context
+
+    def get_or_create(self, id: int) -> Context:
+        context = self._contexts.get(id)
+        if context is not None:
+            return context
+        with self._lock:
+            if id in self._released:
+                raise GradwireError(f"autograd context {id} was released already")
+            return self._contexts.setdefault(id, Context(id))
+
+    def release(self, id: int) -> set[int]:
+        """Forget a context; returns the workers that must be told."""
+        with self._lock:
+            self._released[id] = None
+            while len(self._released) > _REMEMBERED_RELEASES:
+                self._released.popitem(last=False)
+            context = self._contexts.pop(id, None)
+        return set() if context is None else context.release()
+
+    def created_by(self, worker_id: int) -> list[int]:
+        return [id for id in list(self._contexts) if creator(id) == worker_id]
+
+    def all(self) -> list[Context]:
+        return list(self._contexts.values())
+
+    def __len__(self) -> int:
+        return len(self._contexts)

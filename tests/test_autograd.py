@@ -1,0 +1,299 @@
+"""Gradients across workers equal those of one process, and a pass always ends."""
+
+from __future__ import annotations
+
+import gc
+import os
+import signal
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from gradwire import autograd, current, rpc
+from gradwire.errors import CallError, GradwireError
+from gradwire.testing import Fault, FaultyTransport, cluster, fuzz, transports_named
+from gradwire.wire.messages import Kind
+from gradwire.worker import Worker
+from tests.processes import group, run_group, until
+
+
+@pytest.fixture
+def trio() -> Iterator[list[Worker]]:
+    with cluster(3) as workers:
+        token = current.enter(workers[0])
+        yield workers
+        current.exit(token)
+
+
+# -- random programs
+
+
+@pytest.mark.parametrize(("workers", "transport"), [(2, "memory"), (3, "memory"), (4, "unix")])
+def test_random_programs_have_the_gradients_of_one_process(workers: int, transport: str) -> None:
+    with cluster(workers, transports=transports_named(transport)) as started:
+        compared = sum(fuzz.check(seed, started) for seed in range(350))
+        assert compared > 250
+        until(lambda: not any(len(w.contexts) for w in started), "all contexts are released")
+
+
+# -- the interface
+
+
+def square(x: Tensor) -> Tensor:
+    SEEN.append(1)
+    return x * x
+
+
+SEEN: list[int] = []
+
+
+def scale(x: Tensor, factor: Tensor) -> Tensor:
+    return x * factor
+
+
+def test_gradients_are_collected_in_the_context_and_add_up(trio: list[Worker]) -> None:
+    x = torch.tensor([1.0, 2.0, 3.0], requires_grad=True)
+    with autograd.context() as context_id:
+        y = rpc.rpc_sync("worker1", square, args=(x,))
+        loss = y.sum()
+        autograd.backward(context_id, [loss], retain_graph=True)
+        assert torch.equal(autograd.get_gradients(context_id)[x], 2 * x)
+        autograd.backward(context_id, [loss])
+        assert torch.equal(autograd.get_gradients(context_id)[x], 4 * x)
+    assert x.grad is None
+    with pytest.raises(
+        GradwireError, match=f"Could not find autograd context with id: {context_id}"
+    ):
+        autograd.get_gradients(context_id)
+
+
+def test_roots_may_come_with_gradients(trio: list[Worker]) -> None:
+    x = torch.tensor([1.0, 2.0], requires_grad=True)
+    with autograd.context() as context_id:
+        y = rpc.rpc_sync("worker1", square, args=(x,))
+        autograd.backward(context_id, [y, y.sum()], grad_tensors=[torch.tensor([1.0, 10.0]), None])
+        assert torch.equal(autograd.get_gradients(context_id)[x], torch.tensor([4.0, 44.0]))
+
+
+def test_unusable_roots_are_refused(trio: list[Worker]) -> None:
+    x = torch.ones(2, requires_grad=True)
+    with autograd.context() as context_id:
+        for roots, complaint in (
+            ([], "No tensors provided"),
+            ([torch.ones(1)], "requires_grad not set on"),
+            ([x * 2], "is not a scalar, all roots need to be scalar"),
+            ([torch.ones(1, requires_grad=True)], "does not have a valid gradient function"),
+        ):
+            with pytest.raises(ValueError, match=complaint):
+                autograd.backward(context_id, roots)
+
+
+def test_a_plain_backward_says_what_to_call_instead(trio: list[Worker]) -> None:
+    x = torch.ones(2, requires_grad=True)
+    with autograd.context():
+        y = rpc.rpc_sync("worker1", square, args=(x,))
+        with pytest.raises(RuntimeError, match=r"gradwire\.autograd\.backward\(context_id"):
+            y.sum().backward()
+
+
+def test_outside_a_context_calls_are_not_recorded(trio: list[Worker]) -> None:
+    x = torch.ones(2, requires_grad=True)
+    y = rpc.rpc_sync("worker1", square, args=(x,))
+    assert y.requires_grad
+    assert y.is_leaf
+    assert not any(len(worker.contexts) for worker in trio)
+
+
+def test_hooks_run_once_on_the_full_gradient(trio: list[Worker]) -> None:
+    seen: list[Tensor] = []
+    x = torch.ones(2, requires_grad=True)
+    middle = x * 2
+    middle.register_hook(seen.append)
+    with autograd.context() as context_id:
+        a = rpc.rpc_sync("worker1", square, args=(middle,))
+        b = rpc.rpc_sync("worker2", scale, args=(middle, torch.tensor(3.0)))
+        autograd.backward(context_id, [(a + b + middle).sum()])
+        assert torch.equal(autograd.get_gradients(context_id)[x], torch.full((2,), 16.0))
+    assert [hook.tolist() for hook in seen] == [[8.0, 8.0]]
+
+
+def test_contexts_nest_and_follow_callbacks(trio: list[Worker]) -> None:
+    x = torch.ones(2, requires_grad=True)
+    with autograd.context() as outer:
+        a = rpc.rpc_sync("worker1", square, args=(x,))
+        with autograd.context() as inner:
+            b = rpc.rpc_async("worker2", square, args=(x,)).then(
+                lambda f: rpc.rpc_sync("worker1", square, args=(f.wait(),))
+            )
+            autograd.backward(inner, [b.wait().sum()])
+            assert torch.equal(autograd.get_gradients(inner)[x], torch.full((2,), 4.0))
+        autograd.backward(outer, [a.sum()])
+        assert torch.equal(autograd.get_gradients(outer)[x], torch.full((2,), 2.0))
+
+
+def test_many_contexts_at_once_do_not_mix(trio: list[Worker]) -> None:
+    weight = torch.ones(2, requires_grad=True)
+    results: dict[int, list[float]] = {}
+
+    def trainer(number: int) -> None:
+        current.enter(trio[0])
+        with autograd.context() as context_id:
+            factor = torch.tensor(float(number))
+            y = rpc.rpc_sync("worker1", scale, args=(weight, factor))
+            autograd.backward(context_id, [y.sum()])
+            results[number] = autograd.get_gradients(context_id)[weight].tolist()
+
+    threads = [threading.Thread(target=trainer, args=(number,)) for number in range(60)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+    assert results == {number: [float(number)] * 2 for number in range(60)}
+
+
+# -- failures
+
+
+class Refuses(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        if REFUSE[0]:
+            raise ZeroDivisionError("no gradient today")
+        return gradient
+
+
+REFUSE = [True]
+
+
+def refuse(x: Tensor) -> Tensor:
+    return Refuses.apply(x * 2)
+
+
+def test_a_failed_pass_leaves_no_gradients_and_can_be_tried_again(trio: list[Worker]) -> None:
+    x = torch.ones(2, requires_grad=True)
+    with autograd.context() as context_id:
+        a = rpc.rpc_sync("worker1", square, args=(x,))
+        b = rpc.rpc_sync("worker2", refuse, args=(a,))
+        loss = (a + b).sum()
+        REFUSE[0] = True
+        with pytest.raises(ZeroDivisionError, match="no gradient today") as caught:
+            autograd.backward(context_id, [loss], retain_graph=True)
+        assert 'on worker "worker2"' in str(caught.value.__cause__)
+        assert autograd.get_gradients(context_id) == {}
+        REFUSE[0] = False
+        autograd.backward(context_id, [loss])
+        assert torch.equal(autograd.get_gradients(context_id)[x], torch.full((2,), 6.0))
+
+
+@pytest.mark.parametrize("action", ["drop", "cut"])
+@pytest.mark.parametrize("kind", [Kind.BACKWARD_AUTOGRAD_REQ, Kind.PYTHON_RET])
+def test_lost_messages_end_the_pass(action: Any, kind: Kind) -> None:
+    x = torch.ones(2, requires_grad=True)
+    transport = FaultyTransport(transports_named("memory")[0], [])
+    with cluster(2, transports=[transport]) as workers:
+        token = current.enter(workers[0])
+        try:
+            with autograd.context() as context_id:
+                loss = rpc.rpc_sync("worker1", square, args=(x,)).sum()
+                transport.add(Fault(action, kind=kind, times=1))
+                with pytest.raises(CallError):
+                    autograd.backward(context_id, [loss], retain_graph=True, timeout=0.3)
+                assert autograd.get_gradients(context_id) == {}
+                autograd.backward(context_id, [loss])
+                assert torch.equal(autograd.get_gradients(context_id)[x], 2 * x)
+        finally:
+            current.exit(token)
+
+
+def test_a_worker_killed_during_the_pass_ends_it() -> None:
+    def body(rank: int) -> str | None:
+        if rank == 1:
+            threading.Event().wait(30)
+            return None
+        x = torch.ones(2, requires_grad=True)
+        with autograd.context() as context_id:
+            loss = rpc.rpc_sync("worker1", die_in_backward, args=(x,)).sum()
+            try:
+                autograd.backward(context_id, [loss])
+            except CallError as error:
+                return str(error)
+            finally:
+                rpc.shutdown(graceful=False)
+        return "it lived"
+
+    with group(2, body, shut_down=False) as started:
+        assert "worker 'worker1' was lost" in started[0].result()
+
+
+class Dies(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        os.kill(os.getpid(), signal.SIGKILL)
+        return gradient
+
+
+def die_in_backward(x: Tensor) -> Tensor:
+    return Dies.apply(x)
+
+
+def test_contexts_of_a_dead_creator_are_reaped() -> None:
+    def body(rank: int) -> int | None:
+        if rank == 1:
+            context = autograd.context()
+            context.__enter__()
+            rpc.rpc_sync("worker0", square, args=(torch.ones(2, requires_grad=True),))
+            os.kill(os.getpid(), signal.SIGKILL)
+        contexts = current.worker().contexts
+        until(lambda: bool(SEEN), "the other worker has called")
+        until(lambda: not len(contexts), "its context is reaped")
+        rpc.shutdown(graceful=False)
+        return len(contexts)
+
+    with group(2, body, shut_down=False) as started:
+        assert started[0].result() == 0
+
+
+def test_nothing_is_left_of_a_context(trio: list[Worker]) -> None:
+    x = torch.ones(1000, requires_grad=True)
+    for number in range(50):
+        with autograd.context() as context_id:
+            loss = rpc.rpc_sync("worker1", refuse, args=(x,)).sum()
+            REFUSE[0] = number % 5 == 0
+            try:
+                autograd.backward(context_id, [loss])
+            except ZeroDivisionError:
+                assert number % 5 == 0
+        del loss
+    until(lambda: not any(len(worker.contexts) for worker in trio), "all contexts are released")
+    gc.collect()
+    alive = [o for o in gc.get_objects() if type(o) is Tensor and o.shape == (1000,)]
+    assert len(alive) == 1, "only the leaf is left"
+
+
+def test_real_processes_have_the_gradients_of_one_process() -> None:
+    def body(rank: int) -> list[float] | None:
+        if rank:
+            return None
+        x = torch.arange(4.0, requires_grad=True)
+        with autograd.context() as context_id:
+            y = rpc.rpc_sync("worker1", square, args=(x * 2,))
+            z = rpc.rpc_sync("worker2", scale, args=(y, x))
+            autograd.backward(context_id, [z.sum()])
+            return autograd.get_gradients(context_id)[x].tolist()
+
+    x = torch.arange(4.0, requires_grad=True)
+    (square(x * 2) * x).sum().backward()
+    assert x.grad is not None
+    assert run_group(3, body)[0] == x.grad.tolist()
