@@ -1,4 +1,4 @@
-"""gradwire: call functions on other PyTorch workers and refer to values there."""
+"""gradwire: call functions on other PyTorch workers and differentiate through the calls."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from gradwire._version import __version__
 
 if TYPE_CHECKING:
-    from gradwire import errors, rpc
+    from gradwire import autograd, errors, rpc
     from gradwire.agent.futures import Future
     from gradwire.config import Options
     from gradwire.errors import GradwireError
@@ -24,6 +24,7 @@ __all__ = [
     "Worker",
     "WorkerInfo",
     "__version__",
+    "autograd",
     "errors",
     "rpc",
 ]
@@ -38,7 +39,7 @@ _HOMES = {
     "Worker": "gradwire.worker",
     "WorkerInfo": "gradwire.ids",
 }
-_MODULES = ("errors", "rpc")
+_MODULES = ("autograd", "errors", "rpc")
 
 
 def __getattr__(name: str) -> Any:

@@ -15,11 +15,12 @@ import secrets
 import signal
 import sys
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
 from importlib.metadata import version
 from multiprocessing.connection import Connection
+from multiprocessing.process import BaseProcess
 from statistics import median
 from typing import Any
 
@@ -77,17 +78,41 @@ def hold(suite: Suite, rounds: int, quick: bool) -> Samples:
                 order = case.contestants if round % 2 == 0 else reversed(case.contestants)
                 count = min(case.quick_count, case.count) if quick else case.count
                 for who in order:
-                    running[who].send((case, count))
-                    answer = _answer(running[who], f"{who}, {case.name}", CASE_SECONDS)
+                    with running[who].turn() as line:
+                        line.send((case, count))
+                        answer = _answer(line, f"{who}, {case.name}", CASE_SECONDS)
                     samples[case.name][who].append(answer)
             _progress(f"round {round + 1} of {rounds}")
     _progress("")
     return samples
 
 
+class _Team:
+    """A contestant's processes. They are stopped except in their turn: torch's threads look for
+    work all the time, and would take the cores from whoever is being measured."""
+
+    def __init__(self, processes: Sequence[BaseProcess], line: Connection):
+        self._processes = processes
+        self._line = line
+
+    @contextlib.contextmanager
+    def turn(self) -> Iterator[Connection]:
+        self.signal("SIGCONT")
+        try:
+            yield self._line
+        finally:
+            self.signal("SIGSTOP")
+
+    def signal(self, name: str) -> None:
+        number = getattr(signal, name, None)
+        for process in self._processes:
+            if number is not None and process.is_alive() and process.pid is not None:
+                os.kill(process.pid, number)
+
+
 @contextlib.contextmanager
-def _running(contestant: Contestant) -> Iterator[Connection]:
-    """The contestant's processes; yields the line to the first of them."""
+def _running(contestant: Contestant) -> Iterator[_Team]:
+    """The contestant's processes, started and stopped where they stand."""
     spawn = multiprocessing.get_context("spawn")
     token = secrets.token_hex(32)
     processes, lines = [], []
@@ -105,7 +130,10 @@ def _running(contestant: Contestant) -> Iterator[Connection]:
                 lines.append(line)
             for rank, line in enumerate(lines):
                 _answer(line, f"{contestant.name}, process {rank}, starting", START_SECONDS)
-            yield lines[0]
+            team = _Team(processes, lines[0])
+            team.signal("SIGSTOP")
+            yield team
+            team.signal("SIGCONT")
             # A closed line sends them home; they leave together, so all are told before any is
             # waited for.
             for line in lines:
