@@ -87,6 +87,6 @@ def get_gradients(context_id: int) -> dict[Tensor, Tensor]:
     """
     worker = current.worker()
     found = worker.contexts.get(context_id)
-    found.wait_for_outcomes(worker.options.rpc_seconds)
+    worker.engine.learn_outcomes(found)
     gradients: dict[Tensor, Tensor] = found.gradients()
     return gradients

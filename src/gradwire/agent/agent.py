@@ -73,8 +73,6 @@ class Agent:
         self._services: set[Service] = set()
         self._listeners: list[Any] = []
         self._lock = threading.Lock()
-        self._quiet = threading.Condition(self._lock)
-        self._counting_down = False
         #: Calls exchanged over connections that are no more; None when some may have been lost.
         self._past: tuple[int, int] | None = (0, 0)
         self._closing = False
@@ -292,12 +290,6 @@ class Agent:
         if closing:
             connection.close()
 
-    def quieter(self) -> None:
-        """A request was answered; tell those who wait for the last one."""
-        if self._counting_down:
-            with self._quiet:
-                self._quiet.notify_all()
-
     # -- connections
 
     def _make_link(self, peer: Peer, connection: Connection) -> Link:
@@ -329,7 +321,6 @@ class Agent:
         with self._lock:
             self._services.discard(service)
         self._add_to_past(0, service.received, certain=service.farewell)
-        self.quieter()
         self._suspect(service.caller, service.farewell)
 
     def _add_to_past(self, sent: int, received: int, *, certain: bool) -> None:
@@ -408,16 +399,23 @@ class Agent:
         return sum(link.open_calls for link in self.peers.links())
 
     def wait_until_quiet(self, deadline: float) -> bool:
-        """Wait until no call from or to this worker is open."""
-        self._counting_down = True
-        with self._quiet:
-            while any(service.requests for service in self._services) or self.open_calls():
-                left = deadline - time.monotonic()
-                if left <= 0:
-                    return False
-                # Answers to our own calls do not notify; they are looked for now and then.
-                self._quiet.wait(min(left, 0.02))
+        """Wait until no call from or to this worker is open.
+
+        Looks now and then: workers that only serve spend their lives here, and being woken by every
+        answer would take the interpreter from the threads that serve."""
+        pause = 0.0005
+        while self._is_busy():
+            left = deadline - time.monotonic()
+            if left <= 0:
+                return False
+            time.sleep(min(left, pause))
+            pause = min(2 * pause, 0.02)
         return True
+
+    def _is_busy(self) -> bool:
+        with self._lock:
+            services = list(self._services)
+        return any(service.requests for service in services) or bool(self.open_calls())
 
     def traffic(self) -> tuple[int, int] | None:
         """(calls sent, calls received) so far; None when some were lost with a connection."""

@@ -49,6 +49,7 @@ class Future(torch.futures.Future, Generic[T]):  # type: ignore[type-arg]
         self._waiting = waiting
         self._name = name
         self._callbacks: deque[Callable[[], None]] = deque()
+        self._hooks: deque[Callable[[], None]] = deque()
 
     def wait(self) -> T:
         """Block until the future is done; return its value or raise its error."""
@@ -76,6 +77,14 @@ class Future(torch.futures.Future, Generic[T]):  # type: ignore[type-arg]
             self._set_unwrap_func(partial(_raise_failure, weakref.ref(self._failure), repr(error)))
             value = None
         super().set_result(value)
+        _run_all(self._hooks)
+
+    def at_once(self, hook: Callable[[Future[T]], None]) -> None:
+        """For gradwire itself: call `hook` on the very thread that completes the future, before
+        anybody else learns of it. It must not need anything that a waiting thread may hold."""
+        self._hooks.append(partial(hook, self))
+        if self.done():
+            _run_all(self._hooks)
 
     @property
     def has_callbacks(self) -> bool:
@@ -83,12 +92,7 @@ class Future(torch.futures.Future, Generic[T]):  # type: ignore[type-arg]
 
     def run_callbacks(self) -> None:
         """Call those who asked to be called, each once."""
-        while self._callbacks:
-            try:
-                callback = self._callbacks.popleft()
-            except IndexError:
-                return
-            callback()
+        _run_all(self._callbacks)
 
     def _call_when_done(self, callback: Callable[[], None]) -> None:
         self._callbacks.append(callback)
@@ -166,6 +170,16 @@ class Future(torch.futures.Future, Generic[T]):  # type: ignore[type-arg]
                 failure.error,
                 exc_info=failure.error,
             )
+
+
+def _run_all(callbacks: deque[Callable[[], None]]) -> None:
+    """Run and remove; several threads may do so at once, and each callback still runs once."""
+    while callbacks:
+        try:
+            callback = callbacks.popleft()
+        except IndexError:
+            return
+        callback()
 
 
 class _Failure:

@@ -181,7 +181,6 @@ class Service:
             self.close()  # the caller is gone and has been told so on its own side
         finally:
             self.requests.pop(request.id, None)
-            self.agent.quieter()
 
     def _send_with_others(self, frame: Frame) -> bool:
         """While the leader has more to serve, its answers travel together; none waits for long."""

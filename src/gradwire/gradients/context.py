@@ -42,7 +42,8 @@ class Context:
         #: By identity of the leaf.
         self._gradients: dict[int, tuple[Tensor, Tensor]] = {}
         self.passes: dict[int, Pass] = {}
-        self._ended_passes: set[int] = set()
+        #: Passes that are over, and whether they have succeeded.
+        self._ended: dict[int, bool] = {}
         self.released = False
 
     def record_send(self, id: int, to: int, tensors: list[Tensor]) -> None:
@@ -73,18 +74,26 @@ class Context:
     def check_pass(self, id: int) -> None:
         """A late message of a pass that has ended must not start it anew."""
         self._check()
-        if id in self._ended_passes:
+        if id in self._ended:
             raise GradwireError("this backward pass has ended already")
 
-    def remember_pass(self, id: int) -> None:
-        self._ended_passes.add(id)
+    def remember_pass(self, id: int, succeeded: bool) -> None:
+        self._ended[id] = succeeded
 
-    def wait_for_outcomes(self, timeout: float) -> None:
-        """Wait until it is known of every pass that has run here whether it has succeeded."""
+    def note_success(self, id: int) -> None:
+        """Pass on what was heard of a pass that this worker had no part in."""
+        with self.lock:
+            self._ended.setdefault(id, True)
+
+    def has_succeeded(self, id: int) -> bool:
+        """Whether a pass has succeeded; waits for the end of one that is just ending."""
         with self.changed:
-            self.changed.wait_for(
-                lambda: not any(p.finished for p in self.passes.values()), timeout or None
-            )
+            self.changed.wait_for(lambda: id not in self.passes, 10.0)
+            return self._ended.get(id, False)
+
+    def successes(self) -> tuple[int, ...]:
+        """The passes known to have succeeded."""
+        return tuple(id for id, succeeded in self._ended.items() if succeeded)
 
     def _check(self) -> None:
         if self.released:

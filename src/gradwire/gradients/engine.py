@@ -36,8 +36,11 @@ from gradwire.errors import CallTimeout, GradwireError, WorkerLost
 from gradwire.gradients.context import Context, Contexts
 from gradwire.gradients.functions import Gradients, Recv, Send, running
 from gradwire.gradients.graph import Region, Root, make_plan
-from gradwire.ids import IdSource, WorkerInfo
+from gradwire.ids import IdSource, WorkerInfo, creator
 from gradwire.wire.messages import Kind
+
+#: How long released contexts are collected before other workers are told in a message.
+_CLEANUP_SECONDS = 0.2
 
 # (message id, the gradients of its tensors or None)
 Answer = tuple[int, "Gradients | None"]
@@ -290,7 +293,7 @@ class Pass:
         with self._lock:
             if serial in self._requests:
                 self._requests[serial] = future
-        future.add_done_callback(partial(self._hear, serial))
+        future.at_once(partial(self._hear, serial))
 
     def _hear(self, serial: int, future: Future[Any]) -> None:
         """A message of ours was answered."""
@@ -376,6 +379,11 @@ class Engine:
         self.agent = agent
         self._contexts = contexts
         self._ids = IdSource(agent.info.id)
+        self._lock = threading.Lock()
+        #: Per worker, released contexts to tell it of: with the next call, and for certain.
+        self.released_for: dict[int, list[int]] = {}
+        self._unconfirmed: dict[int, list[int]] = {}
+        self._cleanup_due = False
         agent.handle(Kind.BACKWARD_AUTOGRAD_REQ, self._serve, runs_user_code=True)
         agent.handle(Kind.BACKWARD_AUTOGRAD_OUTCOME, self._serve_outcome)
         agent.handle(Kind.CLEANUP_AUTOGRAD_CONTEXT_REQ, self._serve_cleanup)
@@ -429,18 +437,21 @@ class Engine:
     # -- outcomes
 
     def end(self, ended: Pass, *, succeeded: bool) -> None:
-        """A pass is over: make its gradients visible or drop them, and tell who was told of it."""
+        """A pass is over: make its gradients visible or drop them. A failure is told to all who
+        were told of the pass; of success they hear with the next call, or when they ask."""
         context = ended._context
         with context.changed:
             if context.passes.pop(ended.id, None) is None:
                 return
-            context.remember_pass(ended.id)
+            context.remember_pass(ended.id, succeeded)
             if succeeded:
                 ended.settle()
             context.changed.notify_all()
-        reason = "" if succeeded else str(ended.error)
+        if succeeded:
+            return
+        reason = str(ended.error)
         for worker in ended.told - {self.agent.info.id}:
-            value = (context.id, ended.id, succeeded, reason)
+            value = (context.id, ended.id, reason)
             try:
                 peer = self.agent.peers.find(worker)
                 self.agent.insist(peer.info, Kind.BACKWARD_AUTOGRAD_OUTCOME, value)
@@ -448,34 +459,78 @@ class Engine:
                 pass  # it left: there is nobody to tell
 
     def _serve_outcome(self, request: Request) -> None:
-        context_id, pass_id, succeeded, reason = request.decode()
-        request.answer(None)
+        """Told that a pass has failed, or asked whether it has succeeded (no reason given)."""
+        context_id, pass_id, reason = request.decode()
         try:
             context = self._contexts.get(context_id)
         except GradwireError:
+            request.answer(False)
             return
+        if reason is None:
+            request.answer(context.has_succeeded(pass_id))
+            return
+        request.answer(None)
         with context.lock:
             found = context.passes.get(pass_id)
-        if found is None:
-            return
-        if succeeded:
-            self.end(found, succeeded=True)
-        else:
+        if found is not None:
             found.fail(GradwireError(f"the backward pass was given up: {reason}"))
+
+    def hear_of_success(self, context: Context, passes: Sequence[int]) -> None:
+        """These passes have succeeded, as a worker knows that took part."""
+        for id in passes:
+            found = context.passes.get(id)
+            if found is not None and found.finished:
+                self.end(found, succeeded=True)
+            elif found is None:
+                context.note_success(id)
+
+    def learn_outcomes(self, context: Context) -> None:
+        """Find out about the passes whose part here is done, from the workers that began them."""
+        with context.lock:
+            open_passes = [p for p in context.passes.values() if p.finished]
+        for found in open_passes:
+            beginner = creator(found.id)
+            if beginner == self.agent.info.id:
+                continue  # it ends on another thread, right now
+            value = (context.id, found.id, None)
+            if self.agent.request(beginner, Kind.BACKWARD_AUTOGRAD_OUTCOME, value).wait():
+                self.end(found, succeeded=True)
 
     # -- contexts
 
     def release(self, context_id: int) -> None:
-        """Release a context here and wherever it is known, without waiting for anybody."""
+        """Release a context here and wherever it is known. Others hear of it with the next call
+        that goes to them anyway; and soon by a message of its own, for many contexts at once."""
         for worker in self._contexts.release(context_id) - {self.agent.info.id}:
+            with self._lock:
+                self.released_for.setdefault(worker, []).append(context_id)
+                self._unconfirmed.setdefault(worker, []).append(context_id)
+                due, self._cleanup_due = not self._cleanup_due, True
+            if due:
+                self.agent.clock.later(_CLEANUP_SECONDS, self._send_cleanups)
+
+    def take_released(self, worker: int) -> list[int]:
+        """The released contexts a worker has not been told of yet."""
+        if worker not in self.released_for:
+            return []
+        with self._lock:
+            return self.released_for.pop(worker, [])
+
+    def _send_cleanups(self) -> None:
+        with self._lock:
+            unconfirmed, self._unconfirmed = self._unconfirmed, {}
+            self.released_for.clear()
+            self._cleanup_due = False
+        for worker, ids in unconfirmed.items():
             try:
                 peer = self.agent.peers.find(worker)
-                self.agent.insist(peer.info, Kind.CLEANUP_AUTOGRAD_CONTEXT_REQ, context_id)
+                self.agent.insist(peer.info, Kind.CLEANUP_AUTOGRAD_CONTEXT_REQ, ids)
             except GradwireError:
-                pass
+                pass  # it left, and its contexts with it
 
     def _serve_cleanup(self, request: Request) -> None:
-        self.release(request.decode())
+        for id in request.decode():
+            self.release(id)
         request.answer(None)
 
     def _clear_up_after(self, info: WorkerInfo) -> None:

@@ -15,20 +15,23 @@ from torch import Tensor
 from gradwire.agent.interceptors import Interceptor
 from gradwire.agent.service import Request
 from gradwire.gradients.context import Context, Contexts, current_id
+from gradwire.gradients.engine import Engine
 from gradwire.ids import IdSource, WorkerInfo
 
 TAG = "autograd"
 
-# (context id, id of the send or 0, id of the worker that sends)
-Tag = tuple[int, int, int]
+# (context id, id of the send or 0, id of the worker that sends, passes of the context that have
+# succeeded, other contexts that were released)
+Tag = tuple[int, int, int, "tuple[int, ...]", "list[int]"]
 
 
 class Recorder(Interceptor):
     """The interceptor that makes calls differentiable."""
 
-    def __init__(self, me: WorkerInfo, contexts: Contexts):
+    def __init__(self, me: WorkerInfo, contexts: Contexts, engine: Engine):
         self._me = me.id
         self._contexts = contexts
+        self._engine = engine
         self._ids = IdSource(me.id)
         self._ids.next()  # 0 means: nothing to differentiate
 
@@ -68,11 +71,16 @@ class Recorder(Interceptor):
             context.record_send(message, to, differentiable)
         else:
             context.known.add(to)
-        tags[TAG] = (context.id, message, self._me)
+        released = self._engine.take_released(to)
+        tags[TAG] = (context.id, message, self._me, context.successes(), released)
 
     def _receive(self, tag: Tag, tensors: Sequence[Tensor]) -> Context:
-        id, message, sender = tag
+        id, message, sender, successes, released = tag
+        for gone in released:
+            self._engine.release(gone)
         context = self._contexts.get_or_create(id)
+        if successes:
+            self._engine.hear_of_success(context, successes)
         if message:
             differentiable = [tensor for tensor in tensors if tensor.requires_grad]
             context.record_recv(message, sender, differentiable)
