@@ -25,6 +25,14 @@ from torch.autograd.function import once_differentiable
 Gradients = Sequence["Tensor | None"]
 
 
+def recording(action: Callable[..., Any], *args: Any) -> Any:
+    """Do something with autograd on, whatever mode the calling code is in."""
+    if torch.is_grad_enabled() and not torch.is_inference_mode_enabled():
+        return action(*args)
+    with torch.inference_mode(False), torch.enable_grad():
+        return action(*args)
+
+
 class Send:
     """A differentiable message that has left."""
 
@@ -34,9 +42,7 @@ class Send:
         self.id = id
         self.to = to
         self.count = len(tensors)
-        with torch.enable_grad(), torch.inference_mode(False):
-            token: Tensor = _SendBackward.apply(self, *tensors)  # type: ignore[no-untyped-call]
-        self.token = token
+        self.token: Tensor = recording(_SendBackward.apply, self, *tensors)
 
     @property
     def node(self) -> Any:
@@ -52,12 +58,14 @@ class Recv:
         self.id = id
         self.sender = sender
         self.count = len(tensors)
-        with torch.enable_grad(), torch.inference_mode(False):
-            self.anchor = torch.empty(0, requires_grad=True)
-            for tensor in tensors:
-                tensor.requires_grad_(False)
-            outputs = _RecvBackward.apply(self, self.anchor, *tensors)  # type: ignore[no-untyped-call]
-        self.node: Any = outputs[0].grad_fn
+        self.node: Any = recording(self._attach, tensors)
+
+    def _attach(self, tensors: Sequence[Tensor]) -> Any:
+        self.anchor = torch.empty(0, requires_grad=True, device="cpu")
+        for tensor in tensors:
+            tensor.requires_grad_(False)
+        outputs = _RecvBackward.apply(self, self.anchor, *tensors)  # type: ignore[no-untyped-call]
+        return outputs[0].grad_fn
 
 
 class Running(threading.local):
@@ -80,7 +88,7 @@ class _SendBackward(torch.autograd.Function):
     def forward(ctx: Any, send: Send, *_tensors: Tensor) -> Tensor:
         ctx.send = send
         # A scalar on the CPU: the node then runs on the thread that runs the region.
-        return torch.zeros(())
+        return torch.zeros((), device="cpu")
 
     @staticmethod
     def backward(ctx: Any, _token: Tensor) -> Any:
