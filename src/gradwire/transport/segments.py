@@ -206,8 +206,10 @@ class _Mapped:
         # torch keeps this very object alive as long as the tensor's memory is in use.
         piece = self._memory[_HEADER : _HEADER + length]
         self._in_use = weakref.ref(piece, self._free)
-        with torch.inference_mode(False):  # the thread that reads may read for another one
-            return torch.frombuffer(piece, dtype=torch.uint8)
+        if torch.is_inference_mode_enabled():  # the thread that reads may read for another one
+            with torch.inference_mode(False):
+                return torch.frombuffer(piece, dtype=torch.uint8)
+        return torch.frombuffer(piece, dtype=torch.uint8)
 
     def _free(self, _ref: object) -> None:
         if os.getpid() == self._process:  # a forked child drops its tensor, not ours

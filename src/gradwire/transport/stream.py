@@ -145,6 +145,8 @@ class StreamConnection:
                 inline.append(buffer.contiguous())
         entries.extend((FORGET, segment) for segment in self._forgotten())
         prefix = pack_prefix(len(frame.head), entries)
+        if not inline and len(frame.head) < _JOIN_BYTES:
+            return [prefix + frame.head], inline
         return [prefix, frame.head, *map(memory_of, inline)], inline
 
     def _place(self, buffer: Tensor, size: int) -> int:  # noqa: ARG002
