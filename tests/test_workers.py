@@ -412,6 +412,20 @@ def test_a_graceful_shutdown_goes_on_without_the_dead() -> None:
         assert started[2].result()
 
 
+@pytest.mark.parametrize("frozen", [0, 1])
+def test_a_graceful_shutdown_goes_on_without_the_frozen(frozen: int) -> None:
+    def body(rank: int) -> bool:
+        if rank == frozen:
+            os.kill(os.getpid(), signal.SIGSTOP)
+        rpc.shutdown(timeout=TIMEOUT)
+        return True
+
+    options = {"heartbeat_interval": 0.1, "heartbeat_limit": 0.4}
+    with group(3, body, shut_down=False, **options) as started:
+        for rank in {0, 1, 2} - {frozen}:
+            assert started[rank].result()
+
+
 def test_a_graceful_shutdown_ends_at_its_timeout() -> None:
     def body(rank: int) -> str:
         if rank == 1:

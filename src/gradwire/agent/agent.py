@@ -61,7 +61,7 @@ class Agent:
         self.poller = new_poller()
         self.executor = Executor(info.name, self.poller, options.num_worker_threads)
         self.clock = Clock(info.name, self.executor, self._housekeeping)
-        self.peers = Peers(roster, transports, self._make_link)
+        self.peers = Peers(roster, transports, self._make_link, options.heartbeat_limit)
         #: Sees user calls pass; see `interceptors`.
         self.interceptors: list[Interceptor] = []
         #: Called when another worker is gone, with a farewell or without.
@@ -364,7 +364,7 @@ class Agent:
         due = now + self.options.heartbeat_interval
         for link in self.peers.links():
             due = min(due, link.expire(now))
-            if not link.open_calls:
+            if not link.open_calls and not link.watched:
                 continue
             silence = now - link.last_sign
             # Counted from the question: this process may have been the one that was asleep.

@@ -69,12 +69,15 @@ class Farewell:
         return True
 
     def _reach_out(self, deadline: float) -> None:
-        """Connect to everybody, so that the loss of any is noticed."""
+        """Connect to everybody and watch them, so that the loss of any is noticed."""
         for peer in self._agent.peers.all():
+            left = max(0.05, deadline - time.monotonic())
             try:
-                if peer.link is None:
-                    left = max(0.05, deadline - time.monotonic())
-                    self._agent.peers.connect(peer, "shutting down together", min(left, 2.0))
+                link = peer.link or self._agent.peers.connect(
+                    peer, "shutting down together", min(left, 2.0)
+                )
+                link.last_sign = time.monotonic()
+                link.watched = True
             except CallError:
                 self._leave_out(peer.info)
 

@@ -137,6 +137,8 @@ class Link:
         #: Whether the other worker, or this one, said that it leaves.
         self.farewell = False
         self._leaving = False
+        #: Ask for signs of life even when nothing is expected.
+        self.watched = False
         self.last_sign = time.monotonic()
         #: When a sign of life was asked for that has not come yet.
         self.asked_at: float | None = None

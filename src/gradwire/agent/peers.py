@@ -40,10 +40,12 @@ class Peers:
         roster: Roster,
         transports: Sequence[Transport],
         make_link: Callable[[Peer, Connection], Link],
+        patience: float,
     ):
         self._roster = roster
         self._transports = {transport.name: transport for transport in transports}
         self._make_link = make_link
+        self._patience = min(CONNECT_SECONDS, max(1.0, patience))
         self._lock = threading.Lock()
         self._by_name: dict[str, Peer] = {}
         self._by_id: dict[int, Peer] = {}
@@ -86,7 +88,7 @@ class Peers:
 
     def connect(self, peer: Peer, call: str, timeout: float) -> Link:
         """The link to a peer, connecting first if need be. Raises WorkerLost."""
-        deadline = time.monotonic() + min(timeout or CONNECT_SECONDS, CONNECT_SECONDS)
+        deadline = time.monotonic() + min(timeout or self._patience, self._patience)
         if not peer.connecting.acquire(timeout=max(0.0, deadline - time.monotonic())):
             raise self._unreachable(peer, call, ["another thread is still trying to connect"])
         try:
