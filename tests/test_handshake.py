@@ -33,8 +33,8 @@ from gradwire.transport.handshake import (
     ClientHandshake,
     ServerHandshake,
 )
+from gradwire.transport.listening import MAX_DESCRIPTORS, MAX_GUESTS, StreamListener
 from gradwire.transport.poller import EpollPoller, Poller
-from gradwire.transport.stream import MAX_DESCRIPTORS, MAX_GUESTS, StreamListener
 from gradwire.transport.tcp import TcpTransport
 from gradwire.transport.unix import UnixTransport
 

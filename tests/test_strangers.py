@@ -16,7 +16,7 @@ import gradwire
 from gradwire import rpc
 from gradwire.errors import SetupError, WorkerLost
 from gradwire.testing import cluster, transports_named
-from gradwire.transport.stream import MAX_GUESTS
+from gradwire.transport.listening import MAX_GUESTS
 from gradwire.worker import Worker
 from tests.processes import meeting_place
 

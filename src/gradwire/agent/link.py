@@ -350,14 +350,7 @@ class Link:
         executor = self._executor
         while self._answered:
             executor.leave_behind(self._complete_answered)
-            try:
-                call = self._answered.popleft()
-            except IndexError:
-                break
-            future = call.future
-            self._finish(call)
-            if future is not None:
-                future.run_callbacks()
+            self._complete_next()
             if not executor.leads() and not executor.stopped:
                 return
         executor.leave_behind(None)
@@ -435,14 +428,18 @@ class Link:
     def drain(self) -> None:
         """Complete what is settled, here and now: the executor does not any more."""
         while self._answered:
-            try:
-                call = self._answered.popleft()
-            except IndexError:
-                return
-            future = call.future
-            self._finish(call)
-            if future is not None:
-                future.run_callbacks()
+            self._complete_next()
+
+    def _complete_next(self) -> None:
+        """Complete a future whose call was settled, and run its callbacks."""
+        try:
+            call = self._answered.popleft()
+        except IndexError:
+            return  # another thread was faster
+        future = call.future
+        self._finish(call)
+        if future is not None:
+            future.run_callbacks()
 
     def _fail_all(self, reason: str) -> None:
         for call in list(self._open.values()):

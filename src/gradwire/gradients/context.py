@@ -18,7 +18,7 @@ from gradwire.gradients.functions import Recv, Send
 from gradwire.ids import COUNTER_MASK, IdSource, creator
 
 if TYPE_CHECKING:
-    from gradwire.gradients.engine import Pass
+    from gradwire.gradients.passes import Pass
 
 _REMEMBERED_RELEASES = 100_000
 

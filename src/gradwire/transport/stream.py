@@ -1,20 +1,17 @@
-"""What the unix and the tcp transport share: frames over a connected socket, and a listener."""
+"""What the unix and the tcp transport share: frames over a connected socket."""
 
 from __future__ import annotations
 
-import contextlib
-import os
 import select
 import socket
 import threading
-import time
 from collections import deque
 from collections.abc import Callable
 
 from torch import Tensor
 
-from gradwire.errors import AuthenticationError, ConnectionClosed
-from gradwire.transport.base import Address, Connection, Frame, Greeting
+from gradwire.errors import ConnectionClosed
+from gradwire.transport.base import Frame, Greeting
 from gradwire.transport.eager import Eager
 from gradwire.transport.framing import (
     FORGET,
@@ -24,7 +21,6 @@ from gradwire.transport.framing import (
     memory_of,
     pack_prefix,
 )
-from gradwire.transport.handshake import SECOND, WELCOME, ClientHandshake, ServerHandshake
 from gradwire.transport.poller import Poller
 
 Bytes = bytes | bytearray | memoryview
@@ -33,11 +29,6 @@ Bytes = bytes | bytearray | memoryview
 _JOIN_BYTES = 1 << 15
 _MAX_PARTS = 512
 _CAN_GATHER = hasattr(socket.socket, "sendmsg")  # not on Windows
-#: Strangers have this long to prove that they belong here, and so many of them may try at once.
-GUEST_SECONDS = 10.0
-MAX_GUESTS = 128
-#: What the connecting side of any transport sends along with its proof.
-MAX_DESCRIPTORS = 2
 
 
 def wait_for(sock: socket.socket, *, writable: bool, timeout: float | None) -> bool:
@@ -292,198 +283,3 @@ class StreamConnection:
 
     def _release(self) -> None:
         self._sock.close()
-
-
-def shake_hands(
-    sock: socket.socket, token: bytes, me: Greeting, them: str, descriptors: tuple[int, ...] = ()
-) -> None:
-    """The connecting side of the handshake, on a socket that has a timeout. The descriptors go
-    along with the last message."""
-    handshake = ClientHandshake(token, me, them)
-    sock.sendall(handshake.first())
-    third = handshake.third(_read_exactly(sock, SECOND))
-    if descriptors:
-        sent = socket.send_fds(sock, [third], list(descriptors))
-        sock.sendall(third[sent:])
-    else:
-        sock.sendall(third)
-    _read_exactly(sock, len(WELCOME))
-
-
-def _read_exactly(sock: socket.socket, size: int) -> bytes:
-    data = b""
-    while len(data) < size:
-        piece = sock.recv(size - len(data))
-        if not piece:
-            raise AuthenticationError(
-                "the other side ended the handshake: it has another token, or it is not a worker"
-            )
-        data += piece
-    return data
-
-
-class _Guest:
-    """Someone who has connected and has proven nothing yet."""
-
-    def __init__(self, sock: socket.socket, listener: StreamListener):
-        self.sock = sock
-        self.since = time.monotonic()
-        self._listener = listener
-        self._handshake = ServerHandshake(listener.token, listener.me.incarnation)
-        self._data = b""
-        self._descriptors: list[int] = []
-
-    def on_readable(self) -> None:
-        try:
-            self._read()
-        except (OSError, ValueError, AuthenticationError):
-            self._listener.dismiss(self)
-
-    def _read(self) -> None:
-        handshake = self._handshake
-        try:
-            # Descriptors come along with ordinary bytes, so look for them in every read.
-            wanted = handshake.needed - len(self._data)
-            data, descriptors = self._listener.read_guest(self.sock, wanted)
-        except BlockingIOError:
-            self._listener.poller.arm(self.sock.fileno())
-            return
-        self._descriptors.extend(descriptors)
-        if len(self._descriptors) > MAX_DESCRIPTORS:
-            raise ConnectionError("a stranger must not fill this process with descriptors")
-        if not data:
-            raise ConnectionError("gone before the handshake was done")
-        self._data += data
-        if len(self._data) == handshake.needed:
-            answer = handshake.feed(self._data)
-            self._data = b""
-            if handshake.greeting is not None:
-                self._listener.admit(self, handshake.greeting, self.take_descriptors(), answer)
-                return
-            if answer:
-                self.sock.send(answer)  # a few bytes: an empty send buffer takes them whole
-        self._listener.poller.arm(self.sock.fileno())
-
-    def take_descriptors(self) -> list[int]:
-        descriptors, self._descriptors = self._descriptors, []
-        return descriptors
-
-
-class StreamListener:
-    """Accepts connections on a listening socket and hands on those that prove themselves."""
-
-    def __init__(
-        self,
-        sock: socket.socket,
-        address: Address,
-        token: bytes,
-        me: Greeting,
-        poller: Poller,
-        accepted: Callable[[Connection], None],
-    ):
-        self.address = address
-        self.token = token
-        self.me = me
-        self.poller = poller
-        self._accepted = accepted
-        self._sock = sock
-        self._guests: dict[_Guest, None] = {}  # oldest first
-        self._lock = threading.Lock()
-        self._closed = False
-        sock.setblocking(False)
-        poller.add(sock.fileno(), self._on_readable)
-        poller.arm(sock.fileno())
-
-    def _on_readable(self) -> None:
-        try:
-            while not self._closed:
-                sock, _ = self._sock.accept()
-                self._welcome(sock)
-        except (BlockingIOError, ConnectionError):
-            pass
-        except OSError:
-            self.trim(0.0)  # out of descriptors: strangers give way first
-        if not self._closed:
-            self.poller.arm(self._sock.fileno())
-
-    def _welcome(self, sock: socket.socket) -> None:
-        sock.setblocking(False)
-        guest = _Guest(sock, self)
-        with self._lock:
-            if self._closed:
-                sock.close()
-                return
-            crowd = len(self._guests) >= MAX_GUESTS
-            oldest = next(iter(self._guests)) if crowd else None
-            self._guests[guest] = None
-            self.poller.add(sock.fileno(), guest.on_readable)
-        if oldest is not None:
-            self.dismiss(oldest)
-        self.poller.arm(sock.fileno())
-
-    def read_guest(self, sock: socket.socket, size: int) -> tuple[bytes, list[int]]:
-        return sock.recv(size), []
-
-    def make_connection(
-        self, sock: socket.socket, peer: Greeting, descriptors: list[int]
-    ) -> Connection:
-        raise NotImplementedError
-
-    def admit(
-        self, guest: _Guest, greeting: Greeting, descriptors: list[int], answer: bytes
-    ) -> None:
-        """A guest has proven to be one of the group."""
-        if not self._let_go(guest):
-            for descriptor in descriptors:
-                close_quietly(descriptor)
-            return
-        try:
-            connection = self.make_connection(guest.sock, greeting, descriptors)
-        except BaseException:
-            guest.sock.close()
-            raise
-        try:
-            guest.sock.send(answer)
-        except OSError:
-            connection.close()  # it left just now
-            return
-        self._accepted(connection)
-
-    def dismiss(self, guest: _Guest) -> None:
-        if self._let_go(guest):
-            for descriptor in guest.take_descriptors():
-                close_quietly(descriptor)
-            guest.sock.close()
-
-    def _let_go(self, guest: _Guest) -> bool:
-        """Whether the guest was still one; then the caller decides what becomes of it."""
-        with self._lock:
-            if guest not in self._guests:
-                return False
-            del self._guests[guest]
-            self.poller.remove(guest.sock.fileno())
-            return True
-
-    def trim(self, patience: float = GUEST_SECONDS) -> None:
-        """Dismiss the guests that have been silent for too long."""
-        limit = time.monotonic() - patience
-        with self._lock:
-            late = [guest for guest in self._guests if guest.since <= limit]
-        for guest in late:
-            self.dismiss(guest)
-
-    def close(self) -> None:
-        with self._lock:
-            if self._closed:
-                return
-            self._closed = True
-            guests = list(self._guests)
-        for guest in guests:
-            self.dismiss(guest)
-        self.poller.remove(self._sock.fileno())
-        self._sock.close()
-
-
-def close_quietly(descriptor: int) -> None:
-    with contextlib.suppress(OSError):
-        os.close(descriptor)

@@ -10,8 +10,9 @@ from dataclasses import dataclass
 
 from gradwire.errors import SetupError
 from gradwire.transport.base import Address, Connection, Greeting
+from gradwire.transport.listening import StreamListener, shake_hands
 from gradwire.transport.poller import Poller
-from gradwire.transport.stream import StreamConnection, StreamListener, shake_hands
+from gradwire.transport.stream import StreamConnection
 
 
 @dataclass(frozen=True)

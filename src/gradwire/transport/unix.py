@@ -23,15 +23,10 @@ from torch import Tensor
 from gradwire.errors import AuthenticationError, ConnectionClosed
 from gradwire.transport.base import Address, Connection, Greeting
 from gradwire.transport.framing import FORGET, FrameReader, pack_prefix
+from gradwire.transport.listening import StreamListener, close_quietly, shake_hands
 from gradwire.transport.poller import Poller
 from gradwire.transport.segments import SEGMENT_BYTES, SegmentReceiver, SegmentSender
-from gradwire.transport.stream import (
-    StreamConnection,
-    StreamListener,
-    close_quietly,
-    shake_hands,
-    wait_for,
-)
+from gradwire.transport.stream import StreamConnection, wait_for
 
 _PROBE = 4096
 _ANSWER = b"gradwire shares this memory"
