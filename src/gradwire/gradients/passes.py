@@ -61,6 +61,16 @@ class _RegionState:
         return not self.out or (self.has_gradient and bool(self.region.recvs))
 
 
+class _Listening:
+    """A thread that attaches itself to the answers of messages it has sent."""
+
+    __slots__ = ("heard", "thread")
+
+    def __init__(self, thread: int):
+        self.thread = thread
+        self.heard = False
+
+
 class Pass:
     """One backward pass on one worker."""
 
@@ -166,16 +176,21 @@ class Pass:
 
     def work(self) -> None:
         """Run what is ready, on this thread, then tell others what they need to know."""
+        heard = True
+        while heard:
+            self._run_ready()
+            heard = self._flush()
+
+    def _run_ready(self) -> None:
         while True:
             with self._lock:
                 if self.error is not None or not self._ready:
-                    break
+                    return
                 state = self._ready.pop()
             try:
                 self._run(state)
             except BaseException as error:
                 self.fail(error)
-        self._flush()
 
     def _run(self, state: _RegionState) -> None:
         region = state.region
@@ -212,8 +227,11 @@ class Pass:
     def _gate(self, send: Send) -> Gradients:
         """The gradients of what was sent; waits for them."""
         if send.id not in self._answers:
-            self._flush()
-            executor = self._engine.agent.executor
+            heard = self._flush()
+            agent = self._engine.agent
+            executor = agent.executor
+            if heard or self._ready:  # this thread was to go on with that, and now has to wait
+                executor.submit(lambda: agent.run_in_context(self.work))
             aside = executor.step_aside()
             try:
                 with self._changed:
@@ -232,13 +250,14 @@ class Pass:
 
     # -- telling others
 
-    def _flush(self) -> None:
-        """Send what others must know; when all is done, answer the parent."""
+    def _flush(self) -> bool:
+        """Send what others must know; when all is done, answer the parent. True when answers came
+        back meanwhile, so that there may be more to do."""
         messages: list[tuple[int, list[int], list[Answer], int]] = []
         riding: list[Answer] = []
         with self._lock:
             if self.error is not None or self.finished:
-                return
+                return False
             parent = None if self.parent is None else self.parent.caller.id
             if parent in self._untold and not self._unanswered(parent):
                 self._untold.discard(parent)  # it told us, and waits for our part already
@@ -259,10 +278,16 @@ class Pass:
                 self._untold = set()
                 self._outbox = {}
             finished = self.finished
-        for message in messages:
-            self._send(*message)
+        sent = [(message[-1], self._send(*message)) for message in messages]
+        # Only now that all is sent: an answer that is here already is heard on this thread.
+        listening = _Listening(threading.get_ident())
+        for serial, future in sent:
+            if future is not None:
+                future.at_once(partial(self._hear, serial, listening))
+        listening.thread = 0
         if finished and self.parent is not None:
             self.parent.answer(riding)
+        return listening.heard
 
     def _unanswered(self, worker: int) -> list[int]:
         return [id for id in self._sends_to.get(worker, ()) if id not in self._answers]
@@ -275,7 +300,9 @@ class Pass:
             and len(self._answers) == len(self._bit_of)
         )
 
-    def _send(self, worker: int, sends: list[int], answers: list[Answer], serial: int) -> None:
+    def _send(
+        self, worker: int, sends: list[int], answers: list[Answer], serial: int
+    ) -> Future[Any] | None:
         value = (self._context.id, self.id, self._retain_graph, sends, answers)
         left = self.deadline - time.monotonic()
         try:
@@ -287,13 +314,13 @@ class Pass:
             )
         except GradwireError as error:
             self.fail(error)
-            return
+            return None
         with self._lock:
             if serial in self._requests:
                 self._requests[serial] = future
-        future.at_once(partial(self._hear, serial))
+        return future
 
-    def _hear(self, serial: int, future: Future[Any]) -> None:
+    def _hear(self, serial: int, listening: _Listening, future: Future[Any]) -> None:
         """A message of ours was answered."""
         error = future.exception()
         if error is not None:
@@ -302,7 +329,10 @@ class Pass:
         with self._lock:
             self._requests.pop(serial, None)
             self._take_answers(future.value())
-        self.work()
+        if listening.thread == threading.get_ident():
+            listening.heard = True  # whoever flushes goes on when all its messages are out
+        else:
+            self.work()
 
     # -- the end
 
