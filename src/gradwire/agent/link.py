@@ -363,8 +363,10 @@ class Link:
 
     def _rest(self) -> None:
         """Nothing is expected: only notice when the other end goes away."""
-        self._event_spent = False
+        self._event_spent = self._armed = False
         self.connection.disarm()
+        if self._open:  # a call that left meanwhile counted on what was just undone
+            self._arm()
 
     def _finish(self, call: OpenCall) -> None:
         """Complete the future of a call that was taken out of the open ones."""
