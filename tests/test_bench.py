@@ -3,40 +3,56 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
 
 from gradwire.bench import contest, rpc
+from gradwire.bench.timing import microseconds, milliseconds
 
 SMALL = [c for c in rpc.SUITE.cases if " MB" not in c.name and " at a time" not in c.name]
 
 #: In a process of its own: multiprocessing keeps helpers until the process that used it ends.
 TRIAL = """
-import json, multiprocessing, sys
+import json, multiprocessing, os, sys, threading
 from dataclasses import replace
 from gradwire.bench import contest, rpc
 
 def fail(tools, count):
     raise ValueError("no luck")
 
+def die(tools, count):
+    os._exit(1)
+
+def hang(tools, count):
+    threading.Event().wait()
+
+def work(tools, count):
+    return [1.0] * count
+
 if __name__ == "__main__":
     names = sys.argv[1:]
     small = replace(rpc.SUITE, cases=tuple(c for c in rpc.SUITE.cases if c.name in names))
-    print(json.dumps(contest.hold(small, rounds=2, quick=True)))
+    outcome = contest.hold(small, rounds=2, quick=True)
+    assert not any(outcome.failures.values()), outcome.failures
+    print(json.dumps(outcome.samples))
 
-    failing = contest.Case("failing", fail, 1, str, contestants=("machine",))
-    try:
-        contest.hold(contest.Suite("", rpc.SUITE.contestants[2:], (failing,)), 1, False)
-    except contest.BenchError as error:
-        print(json.dumps(str(error)))
+    cases = [
+        contest.Case(f.__name__, f, 1, str, contestants=("machine",), limit=limit)
+        for f, limit in [(fail, 60), (die, 60), (hang, 0.1), (work, 60)]
+    ]
+    outcome = contest.hold(contest.Suite("", rpc.SUITE.contestants[2:], tuple(cases)), 2, False)
+    print(json.dumps([outcome.samples, outcome.failures]))
     assert not multiprocessing.active_children()
     assert "torch" not in sys.modules
 """
 
 
-def test_contestants_take_turns_fail_aloud_and_leave_no_process(tmp_path: Path) -> None:
+def test_contestants_take_turns_and_one_that_fails_at_a_case_goes_on_with_the_next(
+    tmp_path: Path,
+) -> None:
     (tmp_path / "trial.py").write_text(TRIAL)
     done = subprocess.run(
         [sys.executable, "trial.py", *[case.name for case in SMALL]],
@@ -47,28 +63,42 @@ def test_contestants_take_turns_fail_aloud_and_leave_no_process(tmp_path: Path) 
         check=False,
     )
     assert (done.returncode, done.stderr) == (0, "")
-    samples, failure = map(json.loads, done.stdout.splitlines())
+    samples, (others, failures) = map(json.loads, done.stdout.splitlines())
     for case in SMALL:
         assert list(samples[case.name]) == list(case.contestants)
         for rounds in samples[case.name].values():
             assert [len(samples) for samples in rounds] == [case.quick_count] * 2
-    assert "machine, failing:" in failure
-    assert "ValueError: no luck" in failure
+    assert "ValueError: no luck" in failures["fail"]["machine"]
+    assert failures["die"] == {"machine": "machine, die: its process died; see above"}
+    assert failures["hang"] == {"machine": "machine, hang: no answer after 0.1 s"}
+    assert others["work"] == {"machine": [[1.0], [1.0]]}
 
 
 def test_a_table_compares_the_contestants_round_by_round() -> None:
-    cases = (SMALL[0], replace(SMALL[-1], name="floor"))
+    shown = {"show": milliseconds, "steps": contest.Steps(1000, microseconds)}
+    cases = (
+        replace(SMALL[0], name="both", **shown),
+        replace(SMALL[0], name="one", **shown),
+        replace(SMALL[-1], name="floor", **shown),
+    )
     samples = {
-        SMALL[0].name: {"torch": [[8e-6], [6e-6], [9e-6]], "gradwire": [[2e-6], [3e-6], [3e-6]]},
-        "floor": {"machine": [[1e-6], [1e-6], [1e-6]]},
+        "both": {"torch": [[8e-3], [6e-3], [9e-3]], "gradwire": [[2e-3], [3e-3], [3e-3]]},
+        "one": {"torch": [[8e-3]], "gradwire": [[2e-3], [3e-3], [3e-3]]},
+        "floor": {"machine": [[1e-3], [1e-3], [1e-3]]},
     }
-    _, compared, _, alone = contest.table(replace(rpc.SUITE, cases=cases), samples).splitlines()
-    assert compared.split("nothing")[1].split("  ")[1:] == [
-        "8 µs (6 .. 9)",
-        "3 µs (2 .. 3)",
-        "3.00 (2.00 .. 4.00)",
+    failures = {"both": {}, "one": {"torch": "no luck"}, "floor": {}}
+    table = contest.table(replace(rpc.SUITE, cases=cases), contest.Outcome(samples, failures))
+    assert [re.split("  +", line) for line in table.splitlines()] == [
+        ["", "torch", "gradwire", "torch / gradwire"],
+        ["both", "8.00 ms (6.00 .. 9.00)", "3.00 ms (2.00 .. 3.00)", "3.00 (2.00 .. 4.00)"],
+        ["one", "failed", "3.00 ms (2.00 .. 3.00)", "failed"],
+        [""],
+        ["each", "torch", "gradwire"],
+        ["both", "8 µs (6 .. 9)", "3 µs (2 .. 3)"],
+        ["one", "failed", "3 µs (2 .. 3)"],
+        [""],
+        ["floor", "1.00 ms (1.00 .. 1.00)", "1 µs (1 .. 1)"],
     ]
-    assert alone == "floor  1 µs (1 .. 1)"
 
 
 def test_an_unknown_suite_is_refused() -> None:

@@ -2,7 +2,8 @@
 
 Each contestant is a group of processes that is started once and then driven over pipes: "do this
 case", "here are the samples". Only one of them works at any time, and which one goes first changes
-from round to round, so that whatever else the machine does hits them alike.
+from round to round, so that whatever else the machine does hits them alike. One that fails or does
+not answer is out for that case, and is started anew for the next.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
 from importlib.metadata import version
+from itertools import zip_longest
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from statistics import median
@@ -43,9 +45,19 @@ class Contestant:
 
 
 @dataclass(frozen=True)
+class Steps:
+    """The equal steps a case consists of. What one of them took is shown too: among cases that
+    differ in length only, that says how the time grows with it."""
+
+    count: int
+    show: Callable[[float], str]
+
+
+@dataclass(frozen=True)
 class Case:
     """What is measured. `measure(tools, count)` gives `count` samples, in seconds; warming up is up
-    to it. `show` puts seconds into words."""
+    to it. `show` puts seconds into words. A contestant that takes more than `limit` seconds for its
+    turn is given up."""
 
     name: str
     measure: Callable[[Any, int], list[float]]
@@ -53,6 +65,8 @@ class Case:
     show: Callable[[float], str]
     quick_count: int = 3
     contestants: tuple[str, ...] = ("torch", "gradwire")
+    steps: Steps | None = None
+    limit: float = CASE_SECONDS
 
 
 @dataclass(frozen=True)
@@ -68,38 +82,57 @@ class BenchError(RuntimeError):
     """A contestant failed or did not answer in time."""
 
 
-def hold(suite: Suite, rounds: int, quick: bool) -> Samples:
-    """Let the contestants take turns at every case, `rounds` times."""
+@dataclass(frozen=True)
+class Outcome:
+    """What came out: samples, and who failed at which case and why."""
+
+    samples: Samples
+    failures: dict[str, dict[str, str]]
+
+
+def hold(suite: Suite, rounds: int, quick: bool) -> Outcome:
+    """Let the contestants take turns at every case, `rounds` times. Raises `BenchError` if one of
+    them cannot be started."""
     samples: Samples = {case.name: {who: [] for who in case.contestants} for case in suite.cases}
+    failures: dict[str, dict[str, str]] = {case.name: {} for case in suite.cases}
+    contestants = {contestant.name: contestant for contestant in suite.contestants}
+    running: dict[str, _Team] = {}
     with ExitStack() as started:
-        running = {c.name: started.enter_context(_running(c)) for c in suite.contestants}
         for round in range(rounds):
             for case in suite.cases:
                 order = case.contestants if round % 2 == 0 else reversed(case.contestants)
                 count = min(case.quick_count, case.count) if quick else case.count
                 for who in order:
-                    with running[who].turn() as line:
-                        line.send((case, count))
-                        answer = _answer(line, f"{who}, {case.name}", CASE_SECONDS)
-                    samples[case.name][who].append(answer)
+                    if who in failures[case.name]:
+                        continue
+                    if who not in running:
+                        running[who] = started.enter_context(_running(contestants[who]))
+                    try:
+                        samples[case.name][who].append(running[who].do(case, count))
+                    except BenchError as error:
+                        failures[case.name][who] = str(error)
+                        running.pop(who).kill()  # whatever it was at would spoil what follows
             _progress(f"round {round + 1} of {rounds}")
     _progress("")
-    return samples
+    return Outcome(samples, failures)
 
 
 class _Team:
     """A contestant's processes. They are stopped except in their turn: torch's threads look for
     work all the time, and would take the cores from whoever is being measured."""
 
-    def __init__(self, processes: Sequence[BaseProcess], line: Connection):
+    def __init__(self, name: str, processes: Sequence[BaseProcess], line: Connection):
+        self._name = name
         self._processes = processes
         self._line = line
 
-    @contextlib.contextmanager
-    def turn(self) -> Iterator[Connection]:
+    def do(self, case: Case, count: int) -> list[float]:
+        """Their turn at a case."""
         self.signal("SIGCONT")
         try:
-            yield self._line
+            with contextlib.suppress(OSError):  # if nobody is there, waiting for the answer tells
+                self._line.send((case, count))
+            return _answer(self._line, f"{self._name}, {case.name}", case.limit)
         finally:
             self.signal("SIGSTOP")
 
@@ -108,6 +141,11 @@ class _Team:
         for process in self._processes:
             if number is not None and process.is_alive() and process.pid is not None:
                 os.kill(process.pid, number)
+
+    def kill(self) -> None:
+        for process in self._processes:
+            process.kill()
+            process.join(END_SECONDS)
 
 
 @contextlib.contextmanager
@@ -130,7 +168,7 @@ def _running(contestant: Contestant) -> Iterator[_Team]:
                 lines.append(line)
             for rank, line in enumerate(lines):
                 _answer(line, f"{contestant.name}, process {rank}, starting", START_SECONDS)
-            team = _Team(processes, lines[0])
+            team = _Team(contestant.name, processes, lines[0])
             team.signal("SIGSTOP")
             yield team
             team.signal("SIGCONT")
@@ -167,7 +205,7 @@ def _answer(line: Connection, what: str, seconds: float) -> list[float]:
         raise BenchError(f"{what}: no answer after {seconds:g} s")
     try:
         answer: list[float] | str = line.recv()
-    except EOFError:
+    except (EOFError, OSError):
         raise BenchError(f"{what}: its process died; see above") from None
     if isinstance(answer, str):
         raise BenchError(f"{what}:\n{answer}")
@@ -177,23 +215,39 @@ def _answer(line: Connection, what: str, seconds: float) -> list[float]:
 # -- saying what came out
 
 
-def table(suite: Suite, samples: Samples) -> str:
+def table(suite: Suite, outcome: Outcome) -> str:
     """Medians over all rounds, with the lowest and highest median of a round in brackets. Ratios
     are of times, so above 1 the second contestant is faster; each compares turns of one round."""
-    rows = [("", "torch", "gradwire", "torch / gradwire")]
-    alone = []
+    compared = [["", "torch", "gradwire", "torch / gradwire"]]
+    compared_steps, alone = [], []
     for case in suite.cases:
-        medians = {who: [median(s) for s in rounds] for who, rounds in samples[case.name].items()}
-        cells = [_with_spread(values, case.show) for values in medians.values()]
+        failures = outcome.failures[case.name]
+        medians = [
+            [] if who in failures else [median(s) for s in rounds]
+            for who, rounds in outcome.samples[case.name].items()
+        ]
+        cells = [_with_spread(values, case.show) for values in medians]
+        steps = [_of_one_step(values, case.steps) for values in medians if case.steps]
         if len(cells) == 1:
-            alone.append((case.name, cells[0]))
+            alone.append([case.name, *cells, *steps])
             continue
-        ratios = [a / b for a, b in zip(*medians.values(), strict=True)]
-        rows.append((case.name, cells[0], cells[1], _with_spread(ratios, "{:.2f}".format)))
-    return "\n".join([*_aligned(rows), "", *_aligned(alone)]).strip("\n")
+        ratios = [] if failures else [a / b for a, b in zip(*medians, strict=True)]
+        compared.append([case.name, *cells, _with_spread(ratios, "{:.2f}".format)])
+        if steps:
+            compared_steps.append([case.name, *steps])
+    if compared_steps:
+        compared_steps.insert(0, ["each", "torch", "gradwire"])
+    sections = [_aligned(rows) for rows in (compared, compared_steps, alone) if rows]
+    return "\n\n".join("\n".join(lines) for lines in sections)
+
+
+def _of_one_step(values: list[float], steps: Steps) -> str:
+    return _with_spread([seconds / steps.count for seconds in values], steps.show)
 
 
 def _with_spread(values: list[float], show: Callable[[float], str]) -> str:
+    if not values:
+        return "failed"
     low, high = sorted((show(min(values)), show(max(values))), key=_number)
     return f"{show(median(values))} ({low.split()[0]} .. {high.split()[0]})"
 
@@ -202,10 +256,10 @@ def _number(text: str) -> float:
     return float(text.split()[0])
 
 
-def _aligned(rows: list[Any]) -> list[str]:
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+def _aligned(rows: list[list[str]]) -> list[str]:
+    widths = [max(map(len, column)) for column in zip_longest(*rows, fillvalue="")]
     return [
-        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
+        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=False)).rstrip()
         for row in rows
     ]
 

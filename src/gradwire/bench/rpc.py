@@ -8,15 +8,15 @@ from __future__ import annotations
 
 import os
 import socket
-import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
 from importlib import import_module
 from typing import Any
 
 from gradwire.bench.contest import Case, Contestant, Suite
+from gradwire.bench.timing import microseconds, milliseconds, seconds_each
 
 KB, MB = 1 << 10, 1 << 20
 #: Calls under way at the same time in the pipelined case.
@@ -39,19 +39,6 @@ def echo(x: Any) -> Any:
 
 
 # -- what is measured
-
-
-def seconds_each(call: Callable[[], Any], count: int, warm_up: int) -> list[float]:
-    """How long each of `count` calls took."""
-    for _ in range(warm_up):
-        call()
-    clock = time.perf_counter
-    samples = []
-    for _ in range(count):
-        begin = clock()
-        call()
-        samples.append(clock() - begin)
-    return samples
 
 
 def noop_calls(rpc: Any, count: int) -> list[float]:
@@ -127,16 +114,8 @@ def bare_socket(_rank: int) -> Iterator[socket.socket]:
 # -- in words
 
 
-def microseconds(seconds: float) -> str:
-    return f"{seconds * 1e6:.0f} µs"
-
-
 def calls_per_second(seconds: float) -> str:
     return f"{1 / seconds / 1e3:.1f} k/s"
-
-
-def milliseconds(seconds: float) -> str:
-    return f"{seconds * 1e3:.2f} ms"
 
 
 def rate(size: int, seconds: float) -> str:
