@@ -21,6 +21,7 @@ types: $(READY)
 
 bench: $(READY)
 	$(BIN)/gradwire bench rpc
+	$(BIN)/gradwire bench autograd
 
 format: $(READY)
 	$(BIN)/ruff check --fix .

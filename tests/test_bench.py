@@ -6,10 +6,14 @@ import json
 import re
 import subprocess
 import sys
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
-from gradwire.bench import contest, rpc
+import pytest
+
+from gradwire.bench import autograd, contest, rpc
 from gradwire.bench.timing import microseconds, milliseconds
 
 SMALL = [c for c in rpc.SUITE.cases if " MB" not in c.name and " at a time" not in c.name]
@@ -72,6 +76,35 @@ def test_contestants_take_turns_and_one_that_fails_at_a_case_goes_on_with_the_ne
     assert failures["die"] == {"machine": "machine, die: its process died; see above"}
     assert failures["hang"] == {"machine": "machine, hang: no answer after 0.1 s"}
     assert others["work"] == {"machine": [[1.0], [1.0]]}
+
+
+def test_gradients_are_measured_in_every_case(tmp_path: Path) -> None:
+    file = tmp_path / "samples.json"
+    options = ["autograd", "--quick", "--rounds", "1", "--json", str(file)]
+    done = subprocess.run(
+        [sys.executable, "-m", "gradwire", "bench", *options],
+        capture_output=True,
+        text=True,
+        timeout=110,
+        check=False,
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "1,000 chained calls, backward alone" in done.stdout
+    for case in autograd.SUITE.cases:
+        samples = json.loads(file.read_text())["samples"][case.name]
+        assert list(samples) == list(case.contestants)
+        assert all(len(of_round) == case.quick_count for [of_round] in samples.values())
+
+
+def test_wrong_gradients_are_not_measured() -> None:
+    halved = SimpleNamespace(
+        context=lambda: nullcontext(1),
+        backward=lambda context_id, roots, keep: roots[0].backward(retain_graph=keep),
+        get_gradients=lambda context_id: {leaf: leaf.grad / 2 for leaf in program.leaves},
+    )
+    program = autograd.chain(3)
+    with pytest.raises(AssertionError, match="in one process"):
+        autograd.check(program, autograd.Library(halved, autograd.locally))
 
 
 def test_a_table_compares_the_contestants_round_by_round() -> None:

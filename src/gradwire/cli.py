@@ -2,6 +2,7 @@
 
 gradwire run -n 4 train.py --epochs 3      start four workers on this machine
 gradwire bench rpc                         measure gradwire against torch's RPC
+gradwire bench autograd                    and against its distributed autograd
 """
 
 from __future__ import annotations
@@ -50,7 +51,13 @@ def _parser() -> argparse.ArgumentParser:
     run.add_argument("-m", dest="is_module", action="store_true", help="the program is a module")
     run.add_argument("command", nargs=argparse.REMAINDER, help="the program and its arguments")
 
-    measure = actions.add_parser("bench", help="measure gradwire against torch")
+    measure = actions.add_parser(
+        "bench",
+        help="measure gradwire against torch",
+        description="Let gradwire and torch do the same in turns, between processes of this "
+        "machine, and compare the times. rpc: calls, and tensors there and back. autograd: "
+        "gradients through calls, and how their cost grows with the number of calls.",
+    )
     measure.add_argument("suite", choices=sorted(bench.SUITES))
     measure.add_argument("--rounds", type=_at_least_one, default=5, metavar="R")
     measure.add_argument(

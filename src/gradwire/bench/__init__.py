@@ -14,7 +14,7 @@ from importlib import import_module
 from gradwire.bench import contest
 
 #: The suites, and the modules they are in.
-SUITES = {"rpc": "gradwire.bench.rpc"}
+SUITES = {"autograd": "gradwire.bench.autograd", "rpc": "gradwire.bench.rpc"}
 
 
 def main(suite: str, rounds: int, quick: bool, json_file: str | None) -> int:
