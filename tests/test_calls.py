@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import contextvars
 import gc
 import logging
@@ -615,37 +616,50 @@ def test_a_function_may_return_a_future_of_its_result(pair: list[Worker]) -> Non
 
 
 class Postmark(Interceptor):
-    """Tags every call with the sender's name and counts tensors on the way."""
+    """Tags every call with the sender's name, and doubles what arrives."""
 
     def __init__(self, name: str, log: list[str]):
         self.name = name
         self.log = log
 
-    def leaving(self, to: Any, tensors: Any, tags: dict[str, Any]) -> None:
+    def leaving(self, to: Any, what: Any, tensors: Any, tags: dict[str, Any]) -> None:
         tags["from"] = self.name
-        self.log.append(f"{self.name} sends {len(tensors)} to {to.name}")
+        self.log.append(f"{self.name} sends {len(tensors)} to {to.name} for {what.__name__}")
 
-    def serving(self, request: Any, tensors: Any) -> Any:
-        self.log.append(f"{self.name} serves {len(tensors)} of {request.tags['from']}")
-        return super().serving(request, tensors)
+    def arriving(self, tags: dict[str, Any]) -> Any:
+        self.log.append(f"{self.name} gets something of {tags['from']}")
+        return self.double
+
+    def double(self, tensor: torch.Tensor) -> torch.Tensor:
+        self.log.append(f"{self.name} gets a tensor")
+        return tensor * 2
+
+    def serving(self, request: Any) -> Any:
+        self.log.append(f"{self.name} serves {request.subject.__name__}")
+        return contextlib.closing(self)
+
+    def close(self) -> None:
+        self.log.append(f"{self.name} has served")
 
     def answering(self, request: Any, tensors: Any, tags: dict[str, Any]) -> None:
         tags["from"] = self.name
-        self.log.append(f"{self.name} answers {len(tensors)}")
-
-    def answered(self, by: Any, tensors: Any, tags: dict[str, Any]) -> None:
-        self.log.append(f"{self.name} gets {len(tensors)} of {tags['from']}")
+        self.log.append(f"{self.name} answers {request.subject.__name__} with {len(tensors)}")
 
 
 def test_interceptors_see_calls_pass_on_both_sides(memory_pair: list[Worker]) -> None:
     log: list[str] = []
     for worker in memory_pair:
         worker.agent.interceptors.append(Postmark(worker.name, log))
-    x = torch.ones(2)
-    memory_pair[0].rpc_sync("worker1", torch.add, (x, torch.ones(5000).sum()))
+    x = torch.ones(2, requires_grad=True)
+    result = memory_pair[0].rpc_sync("worker1", torch.add, (x, torch.ones(5000).sum()))
+    assert result.tolist() == [6, 6]
     assert log == [
-        "worker0 sends 2 to worker1",
-        "worker1 serves 2 of worker0",
-        "worker1 answers 1",
-        "worker0 gets 1 of worker1",
+        "worker0 sends 1 to worker1 for add",
+        "worker1 gets something of worker0",
+        "worker1 gets a tensor",
+        "worker1 serves add",
+        "worker1 answers add with 1",
+        "worker1 has served",
+        "worker0 gets something of worker1",
+        "worker0 gets a tensor",
     ]

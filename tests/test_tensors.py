@@ -253,9 +253,10 @@ def test_subclasses_of_tensor_stay_what_they_are(size: int) -> None:
 
 @pytest.mark.parametrize("size", [10, LARGE])
 def test_the_same_tensor_twice_is_sent_once_and_arrives_as_one(size: int) -> None:
-    tensor = torch.ones(size)
+    tensor = torch.ones(size, requires_grad=True)
     encoded = Codec().encode([tensor, {"again": tensor}])
-    assert len(encoded.tensors) == 1
+    assert len(encoded.differentiable) == 1
+    assert len(encoded.payload) + sum(map(len, encoded.buffers)) < 2 * tensor.nbytes + 500
     first, again = cross([tensor, {"again": tensor}])
     assert first is again["again"]
 
@@ -268,14 +269,26 @@ def test_arrived_tensors_can_be_written_to(size: int) -> None:
     assert bool((sent == 1).all())
 
 
-def test_both_sides_meet_the_tensors_in_the_same_order() -> None:
-    tensors = [torch.full((size,), size) for size in (3, LARGE, 5, LARGE + 1, 0)]
+def test_both_sides_meet_tensors_that_require_gradients_in_the_same_order() -> None:
+    tensors = [torch.ones(size, requires_grad=size != 5) for size in (3, LARGE, 5, LARGE + 1, 0)]
+    tensors.insert(2, torch.ones(7, 2).to_sparse().requires_grad_())
+    tensors.append(torch.nn.Parameter(torch.ones(9)))
+    tensors[-1].group = "slow"
     codec = Codec()
     encoded = codec.encode({"a": tensors[:2], "b": (tensors[2], {"c": tensors[3:]})})
     buffers = [buffer.view(torch.uint8) for buffer in encoded.buffers]
-    _, decoding = codec.decode(encoded.payload, buffers)
-    assert [len(tensor) for tensor in encoded.tensors] == [len(tensor) for tensor in tensors]
-    assert [len(tensor) for tensor in decoding.tensors] == [len(tensor) for tensor in tensors]
+    met: list[torch.Tensor] = []
+
+    def arrive(tensor: torch.Tensor) -> torch.Tensor:
+        met.append(tensor)
+        return tensor.detach()
+
+    value, _ = codec.decode(encoded.payload, buffers, arrive)
+    sizes = [3, LARGE, 7, LARGE + 1, 0, 9]
+    assert [len(tensor) for tensor in encoded.differentiable] == sizes
+    assert [len(tensor) for tensor in met] == sizes
+    assert not value["a"][0].requires_grad  # what it was replaced by
+    assert value["b"][1]["c"][-1].group == "slow"
 
 
 @pytest.mark.parametrize("size", [10, LARGE])

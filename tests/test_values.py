@@ -272,7 +272,7 @@ def test_what_fails_only_together_is_blamed_on_the_call() -> None:
 @pytest.mark.parametrize("size", [3, 5000])
 def test_closures_are_sent_by_value_when_asked_for(size: int) -> None:
     pytest.importorskip("cloudpickle")
-    codec, weights = Codec(closures=True), torch.ones(size)
+    codec, weights = Codec(closures=True), torch.ones(size, requires_grad=True)
 
     def local(number: int) -> int:
         return number * int(weights.sum())
@@ -281,7 +281,7 @@ def test_closures_are_sent_by_value_when_asked_for(size: int) -> None:
         value = weights
 
     encoded = codec.encode_call(lambda x: local(x) + 1, (Local(),), {})
-    assert len(encoded.tensors) == 1  # shared by the function and the class
+    assert len(encoded.differentiable) == 1  # shared by the function and the class
     buffers = [buffer.clone().view(torch.uint8) for buffer in encoded.buffers]
     (func, args, _kwargs, *_), _ = codec.decode(encoded.payload, buffers)
     assert func(2) == 2 * size + 1

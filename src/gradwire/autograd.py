@@ -10,27 +10,35 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
 
+import torch
 from torch import Tensor
 
 from gradwire import current
 from gradwire.config import UNSET_TIMEOUT
 from gradwire.gradients.context import current_id
 from gradwire.gradients.graph import Root
+from gradwire.gradients.passes import How
 
-__all__ = ["backward", "context", "get_gradients"]
+__all__ = ["backward", "context", "get_gradients", "grad"]
 
 
 @contextmanager
-def context() -> Iterator[int]:
+def context(into_grad: bool = False) -> Iterator[int]:
     """Record the calls of a block, so that `backward` can go through them; gives the context's id.
 
-    >>> with context() as context_id:      # doctest: +SKIP
-    ...     loss = rpc.rpc_sync("worker1", compute_loss, args=(x,))
-    ...     backward(context_id, [loss])
+    Gradients are collected in the context, for `get_gradients` and
+    `gradwire.optim.DistributedOptimizer`. With ``into_grad=True`` they go into the ``.grad`` of the
+    leaves instead, on every worker, as those of a local backward do: hooks that run after that,
+    `DistributedDataParallel` inside a worker and ordinary optimizers then work as they are.
+
+        >>> with context() as context_id:      # doctest: +SKIP
+        ...     loss = rpc.rpc_sync("worker1", compute_loss, args=(x,))
+        ...     backward(context_id, [loss])
     """
     worker = current.worker()
-    made = worker.contexts.new()
+    made = worker.contexts.new(into_grad)
     token = current_id.set(made.id)
     try:
         yield made.id
@@ -45,18 +53,65 @@ def backward(
     retain_graph: bool = False,
     *,
     grad_tensors: Sequence[Tensor | None] | None = None,
+    create_graph: bool = False,
     timeout: float = UNSET_TIMEOUT,
 ) -> None:
     """Compute the gradients of the roots in every leaf they depend on, on whichever worker it is.
-    They are collected in the context; see `get_gradients`.
+    They are collected in the context; see `get_gradients`. Those of several passes add up.
+
+    With ``create_graph=True`` the gradients can be differentiated again, across workers too.
 
         >>> backward(context_id, [loss])       # doctest: +SKIP
     """
     worker = current.worker()
     found = worker.contexts.get(context_id)
-    worker.engine.backward(
-        found, _roots(roots, grad_tensors), retain_graph, worker.agent.timeout(timeout)
+    seconds = worker.agent.timeout(timeout)
+    how = How(retain_graph or create_graph, create_graph, for_inputs=False, seconds=seconds)
+    worker.engine.run(found, _roots(roots, grad_tensors), how)
+
+
+def grad(
+    context_id: int,
+    outputs: Tensor | Sequence[Tensor],
+    inputs: Tensor | Sequence[Tensor],
+    grad_outputs: Tensor | Sequence[Tensor | None] | None = None,
+    retain_graph: bool | None = None,
+    create_graph: bool = False,
+    allow_unused: bool = False,
+    *,
+    timeout: float = UNSET_TIMEOUT,
+) -> tuple[Tensor | None, ...]:
+    """The gradients of outputs with regard to tensors of this worker, through calls to others, as
+    `torch.autograd.grad` gives them locally. Nothing is accumulated anywhere.
+
+        >>> (slope,) = grad(context_id, [loss], [x], create_graph=True)    # doctest: +SKIP
+    """
+    worker = current.worker()
+    found = worker.contexts.get(context_id)
+    outputs, inputs = _listed(outputs), _listed(inputs)
+    for tensor in inputs:
+        if not tensor.requires_grad:
+            raise ValueError("one of the inputs does not require gradients")
+    how = How(
+        create_graph if retain_graph is None else retain_graph,
+        create_graph,
+        for_inputs=True,
+        seconds=worker.agent.timeout(timeout),
     )
+    given = None if grad_outputs is None else _listed(grad_outputs)
+    pairs = worker.engine.run(found, _roots(outputs, given), how, inputs)
+    gradients = {id(tensor): gradient for tensor, gradient in pairs}
+    result = tuple(gradients.get(id(tensor)) for tensor in inputs)
+    if not allow_unused and None in [None if g is None else 0 for g in result]:
+        raise RuntimeError(
+            "one of the inputs was not used to compute the outputs. If that is as it should be, "
+            "say allow_unused=True and get None for it"
+        )
+    return result
+
+
+def _listed(tensors: Any) -> list[Any]:
+    return [tensors] if isinstance(tensors, Tensor) else list(tensors)
 
 
 def _roots(tensors: Sequence[Tensor], gradients: Sequence[Tensor | None] | None) -> list[Root]:
@@ -76,7 +131,12 @@ def _roots(tensors: Sequence[Tensor], gradients: Sequence[Tensor | None] | None)
             )
         if tensor.grad_fn is None:
             raise ValueError("a root does not have a valid gradient function: it is a leaf")
-        roots.append(Root(tensor, gradient))
+        if gradient is not None and gradient.shape != tensor.shape:
+            raise ValueError(
+                f"a root of shape {tuple(tensor.shape)} has a gradient of shape "
+                f"{tuple(gradient.shape)}"
+            )
+        roots.append(Root(tensor, torch.ones_like(tensor) if gradient is None else gradient))
     return roots
 
 

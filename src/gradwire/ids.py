@@ -11,6 +11,9 @@ from dataclasses import dataclass
 COUNTER_BITS = 48
 COUNTER_MASK = (1 << COUNTER_BITS) - 1
 MAX_WORKERS = 1 << 16
+#: Set in the id of an autograd context whose gradients go into `.grad`: everybody who sees the id
+#: must know that.
+INTO_GRAD = 1 << (COUNTER_BITS - 1)
 
 
 class IdSource:

@@ -106,7 +106,7 @@ class Worker:
         self.refs = Refs(self.agent, self.calls)
         self.contexts = Contexts(self.info.id)
         self.engine = Engine(self.agent, self.contexts)
-        self.agent.interceptors.append(Recorder(self.info, self.contexts, self.engine))
+        self.agent.interceptors.append(Recorder(self.contexts, self.engine))
         self._farewell = Farewell(self.agent)
         try:
             self.agent.start()

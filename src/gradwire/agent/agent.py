@@ -15,6 +15,8 @@ from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any, TypeVar
 
+from torch import Tensor
+
 from gradwire.agent.clock import Clock
 from gradwire.agent.exceptions import decode_exception
 from gradwire.agent.executor import Executor
@@ -142,8 +144,7 @@ class Agent:
             if self.interceptors:
                 tags = tags or {}
                 for interceptor in self.interceptors:
-                    interceptor.leaving(peer.info, encoded.tensors, tags)
-            call.link = link
+                    interceptor.leaving(peer.info, call.subject, encoded.differentiable, tags)
             link.send(call, encoded, tags)
             return link
         except BaseException:
@@ -160,17 +161,45 @@ class Agent:
         """Send a message of the rooms above, no user call; the answer comes in a future."""
         if timeout is None:
             timeout = self.options.rpc_seconds
-        call = OpenCall(kind, kind.name, timeout)
+        return self.post(to, kind, kind.name, self.codec.encode(value), timeout)
+
+    def post(
+        self,
+        to: str | int | WorkerInfo,
+        kind: Kind,
+        subject: str,
+        encoded: Encoded,
+        timeout: float,
+        tags: Tags | None = None,
+    ) -> Future[Any]:
+        """Send an encoded message of the rooms above; the answer comes in a future."""
+        call = OpenCall(kind, subject, timeout)
         peer = self.peers.find(to)
         future: Future[Any] = Future(call, f"{call.name} to worker {peer.info.name!r}")
         call.future = future
         try:
             link = peer.link or self.peers.connect(peer, call.name, timeout)
-            call.link = link
-            link.send(call, self.codec.encode(value))
+            link.send(call, encoded, tags)
         except CallError as error:
             future.set_exception(error)
         return future
+
+    def ask(
+        self,
+        to: str | int | WorkerInfo,
+        kind: Kind,
+        subject: str,
+        encoded: Encoded,
+        timeout: float,
+        tags: Tags | None = None,
+    ) -> Any:
+        """Send an encoded message of the rooms above and wait for its answer."""
+        call = OpenCall(kind, subject, timeout)
+        peer = self.peers.find(to)
+        link = peer.link or self.peers.connect(peer, call.name, timeout)
+        link.send(call, encoded, tags)
+        link.wait(call)
+        return self._open_reply(call)[0]
 
     def insist(self, to: WorkerInfo, kind: Kind, value: Any) -> Future[Any]:
         """Send an idempotent message until it is answered, or its worker is surely gone."""
@@ -211,7 +240,7 @@ class Agent:
         if kind == Kind.EXCEPTION:
             raise decode_exception(self.codec, payload, call.reply.buffers, by.name)
         try:
-            value, decoding = self.codec.decode(payload, call.reply.buffers)
+            value, unsettled = self.decode(payload, call.reply.buffers, tags)
         except Exception as error:
             raise RemoteError(
                 f"the result of {call.name} on worker {by.name!r} cannot be read here: {error!r}",
@@ -219,9 +248,17 @@ class Agent:
                 call=call.name,
             ) from error
         call.reply = None  # the memory belongs to the value's tensors from now on
+        return value, unsettled
+
+    def decode(
+        self, payload: memoryview, buffers: Sequence[Tensor], tags: Tags | None
+    ) -> tuple[Any, list[Any]]:
+        """A value that has arrived, and what must be waited for before it is used."""
+        arrival = None
         if tags:
             for interceptor in self.interceptors:
-                interceptor.answered(by, decoding.tensors, tags)
+                arrival = interceptor.arriving(tags) or arrival
+        value, decoding = self.codec.decode(payload, buffers, arrival)
         return value, decoding.unsettled
 
     def _complete(self, call: OpenCall) -> None:

@@ -68,18 +68,19 @@ class Calls:
     def serve_function(self, request: Request, deliver: Deliver, fail: Fail) -> None:
         """Run the function in a request when its arguments are ready, then hand its result to
         `deliver`, or its error to `fail`, perhaps much later and from another thread."""
-        codec = self._agent.codec
         try:
-            (func, args, kwargs), decoding = codec.decode(request.payload, request.buffers)
+            (func, args, kwargs), unsettled = self._agent.decode(
+                request.payload, request.buffers, request.tags
+            )
         except BaseException as error:
             fail(error, "reading the arguments")
             return
         # The tensors own the memory now; the request must not keep it until it is answered.
         request.payload, request.buffers = memoryview(b""), ()
+        request.subject = func
         run = _Run(self._agent, request, func, args, kwargs, deliver, fail)
-        run.tensors = decoding.tensors
-        if decoding.unsettled:
-            when_all(decoding.unsettled, run.start_later)
+        if unsettled:
+            when_all(unsettled, run.start_later)
         else:
             run.start()
 
@@ -94,7 +95,7 @@ class Calls:
         if self._agent.interceptors:
             tags = {}
             for interceptor in self._agent.interceptors:
-                interceptor.answering(request, encoded.tensors, tags)
+                interceptor.answering(request, encoded.differentiable, tags)
         request.answer_encoded(encoded, tags)
 
 
@@ -109,7 +110,6 @@ class _Run:
         "func",
         "kwargs",
         "request",
-        "tensors",
     )
 
     def __init__(
@@ -129,7 +129,6 @@ class _Run:
         self.kwargs = kwargs
         self.deliver = deliver
         self.fail = fail
-        self.tensors: list[torch.Tensor] = []
 
     def _fail(self, error: BaseException) -> None:
         self.fail(error, call_name(self.func))
@@ -143,10 +142,11 @@ class _Run:
 
     def start(self) -> None:
         try:
-            if self.agent.interceptors:
-                with ExitStack() as around:
-                    for interceptor in self.agent.interceptors:
-                        around.enter_context(interceptor.serving(self.request, self.tensors))
+            around = [interceptor.serving(self.request) for interceptor in self.agent.interceptors]
+            if any(around):
+                with ExitStack() as stack:
+                    for surrounding in filter(None, around):
+                        stack.enter_context(surrounding)
                     self._run()
             else:
                 self._run()

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from typing import Any
 
 from torch import Tensor
 
@@ -11,27 +12,29 @@ from gradwire.agent.service import Request
 from gradwire.ids import WorkerInfo
 from gradwire.wire.messages import Tags
 
+#: Takes a tensor that was received and requires gradients, gives the one to use in its place.
+Arrival = Callable[[Tensor], Tensor]
+
 
 class Interceptor:
-    """Sees every user call leave, be served, be answered and come back.
+    """Sees every user call leave, arrive, be served and be answered.
 
     A subclass attaches what it needs to `tags`, under a name of its own, and finds it on the other
-    side. The tensors are those of the arguments or of the result, in the same order on both sides.
+    side. The tensors are those of the arguments or of the result that require gradients; they are
+    met in the same order on both sides.
     """
 
-    def leaving(self, to: WorkerInfo, tensors: Sequence[Tensor], tags: Tags) -> None:
-        """A call is about to leave."""
+    def leaving(self, to: WorkerInfo, what: Any, tensors: Sequence[Tensor], tags: Tags) -> None:
+        """A call of `what` is about to leave."""
 
-    def serving(
-        self,
-        request: Request,  # noqa: ARG002
-        tensors: Sequence[Tensor],  # noqa: ARG002
-    ) -> AbstractContextManager[object]:
-        """A call has arrived; the function runs inside what this returns."""
-        return nullcontext()
+    def arriving(self, tags: Tags) -> Arrival | None:  # noqa: ARG002
+        """A call or a result with tags has arrived and is about to be decoded."""
+        return None
+
+    def serving(self, request: Request) -> AbstractContextManager[object] | None:  # noqa: ARG002
+        """A function is about to run, in a context (of context variables) of its own; inside of
+        what this returns."""
+        return None
 
     def answering(self, request: Request, tensors: Sequence[Tensor], tags: Tags) -> None:
-        """The result is about to leave."""
-
-    def answered(self, by: WorkerInfo, tensors: Sequence[Tensor], tags: Tags) -> None:
-        """A result that was tagged has arrived; nobody has seen it yet."""
+        """The result of a call is about to leave."""

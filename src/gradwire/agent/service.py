@@ -32,7 +32,7 @@ _REMEMBERED_CALLS = 1024
 class Request:
     """A call from another worker, to be answered exactly once, now or later."""
 
-    __slots__ = ("buffers", "id", "kind", "payload", "service", "state", "tags")
+    __slots__ = ("buffers", "id", "kind", "payload", "service", "subject", "tags")
 
     def __init__(
         self,
@@ -49,8 +49,8 @@ class Request:
         self.tags = tags
         self.payload = payload
         self.buffers = buffers
-        #: What interceptors want to remember from the call to its answer.
-        self.state: dict[str, Any] | None = None
+        #: What is called: a function, once that is known.
+        self.subject: Any = ""
 
     @property
     def caller(self) -> WorkerInfo:
@@ -58,7 +58,7 @@ class Request:
 
     def decode(self) -> Any:
         """The value that came with the request, for messages that carry nothing to wait for."""
-        return self.service.agent.codec.decode(self.payload, self.buffers)[0]
+        return self.service.agent.decode(self.payload, self.buffers, self.tags)[0]
 
     def answer(self, value: Any) -> None:
         """Send back a value; if it cannot be sent, an error that says so."""

@@ -9,13 +9,14 @@ from __future__ import annotations
 import contextvars
 import threading
 from collections import OrderedDict
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
 from gradwire.errors import GradwireError
 from gradwire.gradients.functions import Recv, Send
-from gradwire.ids import COUNTER_MASK, IdSource, creator
+from gradwire.ids import COUNTER_MASK, INTO_GRAD, IdSource, creator
 
 if TYPE_CHECKING:
     from gradwire.gradients.passes import Pass
@@ -31,8 +32,9 @@ current_id: contextvars.ContextVar[int | None] = contextvars.ContextVar(
 class Context:
     """One forward pass, as far as this worker is concerned."""
 
-    def __init__(self, id: int):
+    def __init__(self, id: int, messages: IdSource):
         self.id = id
+        self._messages = messages
         self.lock = threading.RLock()
         self.changed = threading.Condition(self.lock)
         self.sends: dict[int, Send] = {}
@@ -46,19 +48,35 @@ class Context:
         self._ended: dict[int, bool] = {}
         self.released = False
 
-    def record_send(self, id: int, to: int, tensors: list[Tensor]) -> None:
-        send = Send(id, to, tensors)
+    @property
+    def into_grad(self) -> bool:
+        """Whether gradients go into `.grad` instead of being collected here."""
+        return bool(self.id & INTO_GRAD)
+
+    def send(self, to: int, tensors: Sequence[Tensor], about: Any) -> int:
+        """Record a message that leaves; returns its id, 0 if it has nothing to differentiate."""
+        if not tensors:
+            self.known.add(to)
+            return 0
+        send = Send(self._messages.next(), to, tensors, about)
         with self.lock:
             self._check()
-            self.sends[id] = send
+            self.sends[send.id] = send
             self.known.add(to)
+        return send.id
 
-    def record_recv(self, id: int, sender: int, tensors: list[Tensor]) -> None:
-        recv = Recv(id, sender, tensors)
+    def receive(self, id: int, sender: int) -> Callable[[Tensor], Tensor] | None:
+        """Record a message that arrives; returns what its tensors that require gradients must go
+        through."""
+        if not id:
+            self.known.add(sender)
+            return None
+        recv = Recv(id, sender)
         with self.lock:
             self._check()
             self.recvs[id] = recv
             self.known.add(sender)
+        return recv.take
 
     def add_gradients(self, gradients: list[tuple[Tensor, Tensor]]) -> None:
         with self.lock:
@@ -77,13 +95,11 @@ class Context:
         if id in self._ended:
             raise GradwireError("this backward pass has ended already")
 
-    def remember_pass(self, id: int, succeeded: bool) -> None:
-        self._ended[id] = succeeded
-
-    def note_success(self, id: int) -> None:
-        """Pass on what was heard of a pass that this worker had no part in."""
+    def note_outcome(self, id: int, succeeded: bool) -> None:
+        """Remember how a pass has ended, to pass it on, and so that a late message does not start
+        it anew; also one that this worker had no part in."""
         with self.lock:
-            self._ended.setdefault(id, True)
+            self._ended.setdefault(id, succeeded)
 
     def has_succeeded(self, id: int) -> bool:
         """Whether a pass has succeeded; waits for the end of one that is just ending."""
@@ -118,13 +134,16 @@ class Contexts:
 
     def __init__(self, worker_id: int):
         self._ids = IdSource(worker_id)
+        self._messages = IdSource(worker_id)
+        self._messages.next()  # 0 means: nothing to differentiate
         self.max_id = worker_id << 48 | COUNTER_MASK
         self._lock = threading.Lock()
         self._contexts: dict[int, Context] = {}
         self._released: OrderedDict[int, None] = OrderedDict()
 
-    def new(self) -> Context:
-        context = Context(self._ids.next())
+    def new(self, into_grad: bool = False) -> Context:
+        id = self._ids.next() | (INTO_GRAD if into_grad else 0)
+        context = Context(id, self._messages)
         with self._lock:
             self._contexts[context.id] = context
         return context
@@ -145,7 +164,7 @@ class Contexts:
         with self._lock:
             if id in self._released:
                 raise GradwireError(f"autograd context {id} was released already")
-            return self._contexts.setdefault(id, Context(id))
+            return self._contexts.setdefault(id, Context(id, self._messages))
 
     def release(self, id: int) -> set[int]:
         """Forget a context; returns the workers that must be told."""

@@ -8,15 +8,27 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Sequence
+from typing import Any
+
+from torch import Tensor
 
 from gradwire.agent.agent import Agent
+from gradwire.agent.exceptions import decode_exception, encode_exception
+from gradwire.agent.futures import Future
 from gradwire.agent.service import Request
 from gradwire.errors import GradwireError, WorkerLost
 from gradwire.gradients.context import Context, Contexts
 from gradwire.gradients.graph import Root
-from gradwire.gradients.passes import Pass
+from gradwire.gradients.passes import NO_CHILD, How, News, Pass
 from gradwire.ids import IdSource, WorkerInfo, creator
-from gradwire.wire.messages import Kind
+from gradwire.wire.messages import Kind, Tags
+from gradwire.wire.values import Encoded
+
+TAG = "autograd"
+
+# (context id, id of the send or 0, id of the worker that sends, passes of the context that have
+# succeeded, other contexts that were released)
+Tag = tuple[int, int, int, "tuple[int, ...]", "list[int]"]
 
 #: How long released contexts are collected before other workers are told in a message.
 _CLEANUP_SECONDS = 0.2
@@ -39,69 +51,121 @@ class Engine:
         agent.handle(Kind.CLEANUP_AUTOGRAD_CONTEXT_REQ, self._serve_cleanup)
         agent.on_gone.append(self._clear_up_after)
 
-    def backward(
-        self, context: Context, roots: Sequence[Root], retain_graph: bool, timeout: float
-    ) -> None:
-        """Run a pass from here; returns when its gradients are where they belong."""
-        running_pass = Pass(self, context, self._ids.next(), retain_graph)
-        if timeout:
-            running_pass.deadline = time.monotonic() + timeout
+    def run(
+        self, context: Context, roots: Sequence[Root], how: How, inputs: Sequence[Tensor] = ()
+    ) -> list[tuple[Tensor, Tensor]]:
+        """Run a pass from here. It returns when the gradients are where they belong; those of
+        `inputs`, if the pass is for them, are the result."""
+        started = Pass(self, context, self._ids.next(), how, None)
         with context.lock:
-            context.passes[running_pass.id] = running_pass
+            context.passes[started.id] = started
         try:
-            running_pass.begin(roots)
+            started.begin(roots, inputs)
         except BaseException as error:
-            running_pass.fail(error)
+            started.fail(error)
             raise
-        running_pass.work()
-        running_pass.wait()
-        self.end(running_pass, succeeded=True)
+        started.drive()
+        started.wait()
+        return self.end(started, succeeded=True)
+
+    # -- messages of passes
+
+    def ask(self, asking: Pass, worker: int, news: News) -> News:
+        """Tell a worker something, and wait for what it has to tell."""
+        encoded, tags, left = self._message(asking, worker, news)
+        answer: News = self.agent.ask(
+            worker, Kind.BACKWARD_AUTOGRAD_REQ, "the backward pass", encoded, left, tags
+        )
+        return answer
+
+    def tell(self, telling: Pass, worker: int, news: News) -> Future[News]:
+        """Tell a worker something; what it has to tell comes in a future."""
+        encoded, tags, left = self._message(telling, worker, news)
+        return self.agent.post(
+            worker, Kind.BACKWARD_AUTOGRAD_REQ, "the backward pass", encoded, left, tags
+        )
+
+    def answer(self, answering: Pass, request: Request, news: News) -> None:
+        encoded = self.agent.codec.encode(news)
+        request.answer_encoded(encoded, self._tags(answering, request.caller.id, encoded))
+
+    def _message(self, about: Pass, worker: int, news: News) -> tuple[Encoded, Tags | None, float]:
+        left = 0.0
+        if about.how.seconds:
+            left = max(0.001, about.deadline - time.monotonic())
+        value = (about.context.id, about.id, about.how._replace(seconds=left), news)
+        encoded = self.agent.codec.encode(value)
+        return encoded, self._tags(about, worker, encoded), left
+
+    def _tags(self, about: Pass, worker: int, encoded: Encoded) -> Tags | None:
+        """Gradients that have a history are a differentiable message like any other."""
+        if not about.how.create_graph:
+            return None
+        tags: Tags = {}
+        self.tag(tags, about.context, worker, "the backward pass", encoded.differentiable)
+        return tags
+
+    def tag(
+        self, tags: Tags, context: Context, to: int, about: Any, tensors: Sequence[Tensor]
+    ) -> None:
+        """Record a message that leaves, and have it say so."""
+        message = context.send(to, tensors, about)
+        released = self.take_released(to)
+        tags[TAG] = (context.id, message, self.agent.info.id, context.successes(), released)
 
     def _serve(self, request: Request) -> None:
-        context_id, pass_id, retain_graph, sends, answers = request.decode()
+        context_id, pass_id, how, news = request.decode()
+        sender = request.caller.id
         try:
             context = self._contexts.get(context_id)
         except GradwireError:
             # Nothing that was sent in this context has arrived here.
-            request.answer([(id, None) for id in sends])
+            request.answer(([], [(id, None) for id in news[0]], NO_CHILD))
             return
         with context.lock:
             context.check_pass(pass_id)
             found = context.passes.get(pass_id)
+            first = found is None
             if found is None:
-                found = Pass(self, context, pass_id, retain_graph)
-                found.parent = request
+                found = Pass(self, context, pass_id, how, sender)
                 context.passes[pass_id] = found
-        first = found.parent is request
         if first:
             try:
                 found.begin(())
             except BaseException as error:
                 found.fail(error)
-                return
-        found.take(request.caller.id, sends, answers)
-        if not first:
-            request.answer([])
-        found.work()
+        found.take(sender, news)
+        found.reply_to(request)
+        found.drive()
 
     # -- outcomes
 
-    def end(self, ended: Pass, *, succeeded: bool) -> None:
+    def end(self, ended: Pass, *, succeeded: bool) -> list[tuple[Tensor, Tensor]]:
         """A pass is over: make its gradients visible or drop them. A failure is told to all who
-        were told of the pass; of success they hear with the next call, or when they ask."""
-        context = ended._context
+        know of the pass; of success they hear with the next call, or when they ask."""
+        context = ended.context
+        staged: list[tuple[Tensor, Tensor]] = []
         with context.changed:
             if context.passes.pop(ended.id, None) is None:
-                return
-            context.remember_pass(ended.id, succeeded)
+                return staged
+            context.note_outcome(ended.id, succeeded)
             if succeeded:
-                ended.settle()
+                staged = ended.take_staged()
+                if not ended.how.for_inputs:
+                    context.add_gradients(staged)
             context.changed.notify_all()
-        if succeeded:
-            return
-        reason = str(ended.error)
-        for worker in ended.told - {self.agent.info.id}:
-            value = (context.id, ended.id, reason)
+        if not succeeded:
+            self._spread_failure(ended)
+        return staged
+
+    def _spread_failure(self, failed: Pass) -> None:
+        assert failed.error is not None
+        name = self.agent.info.name
+        encoded = encode_exception(
+            self.agent.codec, failed.error, f'the backward pass on worker "{name}" raised:'
+        )
+        value = (failed.context.id, failed.id, (encoded.payload, encoded.buffers))
+        for worker in (failed.involved | {creator(failed.id)}) - {self.agent.info.id}:
             try:
                 peer = self.agent.peers.find(worker)
                 self.agent.insist(peer.info, Kind.BACKWARD_AUTOGRAD_OUTCOME, value)
@@ -122,8 +186,11 @@ class Engine:
         request.answer(None)
         with context.lock:
             found = context.passes.get(pass_id)
+            if found is None:
+                context.note_outcome(pass_id, False)
         if found is not None:
-            found.fail(GradwireError(f"the backward pass was given up: {reason}"))
+            payload, buffers = reason
+            found.fail(decode_exception(self.agent.codec, payload, buffers, request.caller.name))
 
     def hear_of_success(self, context: Context, passes: Sequence[int]) -> None:
         """These passes have succeeded, as a worker knows that took part."""
@@ -132,7 +199,7 @@ class Engine:
             if found is not None and found.finished:
                 self.end(found, succeeded=True)
             elif found is None:
-                context.note_success(id)
+                context.note_outcome(id, True)
 
     def learn_outcomes(self, context: Context) -> None:
         """Find out about the passes whose part here is done, from the workers that began them."""
@@ -186,10 +253,12 @@ class Engine:
     def _clear_up_after(self, info: WorkerInfo) -> None:
         """A worker is gone: so are the contexts it made, and the passes it took part in."""
         for context in self._contexts.all():
-            if info.id not in context.known:
-                continue
             with context.lock:
-                passes = list(context.passes.values())
+                passes = [
+                    found
+                    for found in context.passes.values()
+                    if info.id in context.known or info.id == creator(found.id)
+                ]
             for found in passes:
                 found.fail(
                     WorkerLost(

@@ -1,78 +1,109 @@
 """The two ends of a differentiable message, as nodes of the local autograd graphs.
 
-        worker A                                     worker B
+        worker A                                        worker B
 
-    leaf ── op ── x ── [ send ] · · · message · · · [ recv ] ── x' ── op ── y
-                          |                            |
-                        token                        anchor
+    leaf ── op ── x ── end  · · · · message · · · ·  anchor ── x' ── op ── y
+                        ^                               |
+            gradients enter here                gradients leave here
 
-`send` consumes the tensors that leave and gives a token; running backward from the token asks for
-the gradients of those tensors. `recv` is where tensors that arrived come from; running backward
-into it hands over their gradients. Its anchor is a leaf of its own, so that backward can be asked
-to reach it.
+An *end* hangs on a tensor that has left: giving it a gradient is how backward goes on from there.
+An *anchor* is a leaf of its own from which a tensor that arrived is made: what backward brings it
+is what has to be sent to the end. Both are kept without the memory of the tensor.
 """
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 Gradients = Sequence["Tensor | None"]
 
+# Gives a tensor that shares memory with another, like a view, but is none to autograd: what the
+# user does in place later, to either of them, is nothing to the other's history.
+_alias = torch.ops.aten._unsafe_view.default._op
+_empty: dict[torch.dtype, Tensor] = {}
 
-def recording(action: Callable[..., Any], *args: Any) -> Any:
-    """Do something with autograd on, whatever mode the calling code is in."""
-    if torch.is_grad_enabled() and not torch.is_inference_mode_enabled():
-        return action(*args)
-    with torch.inference_mode(False), torch.enable_grad():
-        return action(*args)
+
+def _like(tensor: Tensor) -> Tensor:
+    alias: Tensor
+    alias = _alias(tensor, tensor.shape) if tensor.layout is torch.strided else tensor.clone()
+    return alias
+
+
+def _without_memory(tensor: Tensor) -> Tensor:
+    """The same place in the graph; the elements are not needed there."""
+    if tensor.layout is torch.strided and tensor.is_cpu:
+        empty = _empty.get(tensor.dtype)
+        if empty is None:
+            empty = _empty[tensor.dtype] = torch.empty(0, dtype=tensor.dtype, device="cpu")
+        tensor.data = empty
+    return tensor
 
 
 class Send:
     """A differentiable message that has left."""
 
-    __slots__ = ("count", "id", "to", "token")
+    __slots__ = ("about", "ends", "id", "to")
 
-    def __init__(self, id: int, to: int, tensors: Sequence[Tensor]):
+    def __init__(self, id: int, to: int, tensors: Sequence[Tensor], about: Any):
         self.id = id
         self.to = to
-        self.count = len(tensors)
-        self.token: Tensor = recording(_SendBackward.apply, self, *tensors)
+        #: What was called or has answered; for errors.
+        self.about = about
+        if torch.is_grad_enabled() and not torch.is_inference_mode_enabled():
+            self.ends = self._make_ends(tensors)
+        else:
+            # Whatever mode the calling code is in.
+            with torch.inference_mode(False), torch.enable_grad():
+                self.ends = self._make_ends(tensors)
 
-    @property
-    def node(self) -> Any:
-        return self.token.grad_fn
+    @staticmethod
+    def _make_ends(tensors: Sequence[Tensor]) -> list[Tensor]:
+        return [_without_memory(_like(tensor)) for tensor in tensors]
 
 
 class Recv:
     """A differentiable message that has arrived."""
 
-    __slots__ = ("__weakref__", "anchor", "count", "id", "node", "sender")
+    __slots__ = ("_shapes", "anchors", "id", "sender")
 
-    def __init__(self, id: int, sender: int, tensors: Sequence[Tensor]):
+    def __init__(self, id: int, sender: int):
         self.id = id
         self.sender = sender
-        self.count = len(tensors)
-        self.node: Any = recording(self._attach, tensors)
+        self.anchors: list[Tensor] = []
+        self._shapes: list[torch.Size] = []
 
-    def _attach(self, tensors: Sequence[Tensor]) -> Any:
-        self.anchor = torch.empty(0, requires_grad=True, device="cpu")
-        for tensor in tensors:
-            tensor.requires_grad_(False)
-        outputs = _RecvBackward.apply(self, self.anchor, *tensors)  # type: ignore[no-untyped-call]
-        return outputs[0].grad_fn
+    def take(self, tensor: Tensor) -> Tensor:
+        """One of its tensors, a leaf still; gives the one that user code gets to see."""
+        # By number: a hook that knew its message would keep it, and itself, alive.
+        tensor._backward_hooks = {0: partial(_reached, self.id, len(self.anchors))}
+        if torch.is_grad_enabled():
+            arrived = _like(tensor)
+        else:
+            with torch.enable_grad():
+                arrived = _like(tensor)
+        self._shapes.append(tensor.shape)
+        self.anchors.append(_without_memory(tensor))
+        return arrived
+
+    def let_accumulate(self, position: int) -> Tensor:
+        """An anchor that torch can give a `.grad` to: that needs the shape, but no memory still."""
+        anchor = self.anchors[position]
+        if anchor.shape != self._shapes[position]:
+            anchor.data = anchor.data.new_empty(()).expand(self._shapes[position])
+        return anchor
 
 
 class Running(threading.local):
-    """What a thread does when backward reaches one of the two nodes; set by the engine."""
+    """What a thread does when backward reaches one of the two; set for every run."""
 
     gate: Callable[[Send], Gradients] | None = None
-    deliver: Callable[[Recv, Gradients], None] | None = None
+    deliver: Callable[[int, int, Tensor | None], None] | None = None
 
 
 running = Running()
@@ -83,33 +114,28 @@ _ADVICE = (
 )
 
 
-class _SendBackward(torch.autograd.Function):
+def _reached(message: int, position: int, gradient: Tensor | None) -> None:
+    deliver = running.deliver
+    if deliver is None:
+        raise RuntimeError(_ADVICE)
+    deliver(message, position, gradient)
+
+
+def make_gate(send: Send) -> Tensor:
+    """A token; backward from it waits for the gradients of what was sent."""
+    with torch.enable_grad():
+        token: Tensor = _Gate.apply(send, *send.ends)  # type: ignore[no-untyped-call]
+    return token
+
+
+class _Gate(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, send: Send, *_tensors: Tensor) -> Tensor:
+    def forward(ctx: Any, send: Send, *_ends: Tensor) -> Tensor:
         ctx.send = send
         # A scalar on the CPU: the node then runs on the thread that runs the region.
         return torch.zeros((), device="cpu")
 
     @staticmethod
     def backward(ctx: Any, _token: Tensor) -> Any:
-        if running.gate is None:
-            raise RuntimeError(_ADVICE)
+        assert running.gate is not None
         return (None, *running.gate(ctx.send))
-
-
-class _RecvBackward(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, recv: Recv, _anchor: Tensor, *tensors: Tensor) -> Any:
-        ctx.recv = recv
-        ctx.set_materialize_grads(False)
-        # The tensors themselves become the outputs: they are already part of the arguments.
-        ctx.mark_dirty(*tensors)
-        return tensors
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *gradients: Tensor | None) -> Any:
-        if running.deliver is None:
-            raise RuntimeError(_ADVICE)
-        running.deliver(ctx.recv, gradients)
-        return (None, None, *(None for _ in gradients))

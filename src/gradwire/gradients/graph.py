@@ -1,11 +1,11 @@
 """What a backward pass has to do on one worker: pure planning.
 
 Sources are where gradients enter the local graph: the roots, and the sends of the context. Sinks
-are where they leave it: leaves and recvs. The graph between them falls into connected *regions*;
-each is run by itself. For every recv the plan says which sources reach it.
+are where they leave it: leaves, and the anchors of recvs. The graph between them falls into
+connected *regions*; each is run by itself.
 
-The walk cuts at recvs and leaves, visits every node once, and carries the set of sources that reach
-a node as the bits of an integer.
+The walk visits every node once. From where an anchor is reached is worked out only for regions
+where that comes to matter (`reached_by`).
 """
 
 from __future__ import annotations
@@ -14,9 +14,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from gradwire.gradients.functions import Recv, Send
+
+_Leaf: Any = torch._C._functions.AccumulateGrad  # type: ignore[attr-defined]
 
 
 @dataclass(slots=True)
@@ -24,10 +27,12 @@ class Root:
     """Something `backward` was called on."""
 
     tensor: Tensor
-    gradient: Tensor | None
+    gradient: Tensor
 
 
 Source = Root | Send
+#: A recv, and which of its tensors.
+Anchor = tuple[Recv, int]
 
 
 @dataclass(slots=True)
@@ -35,108 +40,141 @@ class Region:
     """A connected part of the graph."""
 
     sources: list[Source] = field(default_factory=list)
+    #: Whose gradients are asked for.
     leaves: list[Tensor] = field(default_factory=list)
-    recvs: list[Recv] = field(default_factory=list)
-    #: All nodes but those of leaves.
-    nodes: list[Any] = field(default_factory=list)
-    #: Per recv, the sources that reach it, as bits by their position in the plan.
-    reached: list[int] = field(default_factory=list)
+    anchors: list[Anchor] = field(default_factory=list)
+
+    def starts(self, id: int) -> range:
+        """The roots and ends of a region are its starts. These are the numbers of those of a send,
+        in the order of the sources."""
+        first = 0
+        for source in self.sources:
+            count = 1 if isinstance(source, Root) else len(source.ends)
+            if isinstance(source, Send) and source.id == id:
+                return range(first, first + count)
+            first += count
+        return range(0)
 
 
 @dataclass(slots=True)
 class Plan:
-    """The regions with sources, and the recvs that no source reaches."""
+    """The regions, and the anchors that no source reaches."""
 
     regions: list[Region]
-    unreached: list[Recv]
+    unreached: list[Anchor]
 
 
-def _node(source: Source) -> Any:
-    return source.tensor.grad_fn if isinstance(source, Root) else source.node
+def _starts(source: Source) -> list[Any]:
+    if isinstance(source, Root):
+        return [source.tensor.grad_fn]
+    return [end.grad_fn for end in source.ends]
 
 
-def make_plan(sources: Sequence[Source], recvs: Sequence[Recv]) -> Plan:
-    """Plan a pass."""
-    recv_nodes = {recv.node: recv for recv in recvs}
-    order = _topological(sources, recv_nodes)
-    masks: dict[Any, int] = dict.fromkeys(order, 0)
-    for bit, source in enumerate(sources):
-        masks[_node(source)] |= 1 << bit
-    regions = _Sets(order)
-    for node in order:
-        if node in recv_nodes:
+def make_plan(
+    sources: Sequence[Source], recvs: Sequence[Recv], wanted: Sequence[Tensor] | None = None
+) -> Plan:
+    """Plan a pass. `wanted` are the tensors whose gradients are asked for; None: all leaves."""
+    anchors = {id(a): (recv, n) for recv in recvs for n, a in enumerate(recv.anchors)}
+    part_of: dict[Any, int] = {}
+    parts = _Parts(len(sources))
+    leaves: list[tuple[int, Tensor]] = []
+    for part, source in enumerate(sources):
+        for node in _starts(source):
+            _walk(node, part, part_of, parts, leaves)
+    regions: dict[int, Region] = {}
+    for part, source in enumerate(sources):
+        regions.setdefault(parts.find(part), Region()).sources.append(source)
+    asked = None if wanted is None else {id(tensor) for tensor in wanted}
+    for part, leaf in leaves:
+        region = regions[parts.find(part)]
+        anchor = anchors.pop(id(leaf), None)
+        if anchor is not None:
+            region.anchors.append(anchor)
+        elif asked is None or id(leaf) in asked:
+            region.leaves.append(leaf)
+    for tensor in wanted or ():
+        if tensor.grad_fn in part_of:
+            regions[parts.find(part_of[tensor.grad_fn])].leaves.append(tensor)
+    return Plan(list(regions.values()), list(anchors.values()))
+
+
+def _walk(
+    start: Any, part: int, part_of: dict[Any, int], parts: _Parts, leaves: list[tuple[int, Tensor]]
+) -> None:
+    """Mark all nodes that a source reaches and nobody has marked, and find the leaves there."""
+    found = part_of.setdefault(start, part)
+    if found != part:
+        parts.join(part, found)
+        return
+    stack = [start]
+    while stack:
+        node = stack.pop()
+        if type(node) is _Leaf:
+            leaves.append((part, node.variable))
             continue
-        mask = masks[node]
         for child, _ in node.next_functions:
             if child is not None:
-                masks[child] |= mask
-                regions.join(node, child)
-    return _collect(sources, recvs, recv_nodes, order, masks, regions)
+                found = part_of.get(child, -1)
+                if found < 0:
+                    part_of[child] = part
+                    stack.append(child)
+                elif found != part:
+                    parts.join(part, found)
 
 
-def _topological(sources: Sequence[Source], recv_nodes: dict[Any, Recv]) -> list[Any]:
-    """All nodes the sources reach, every node before those it leads to."""
+class _Parts:
+    """Which sources lead into the same region (union-find)."""
+
+    def __init__(self, count: int):
+        self._parent = list(range(count))
+
+    def find(self, part: int) -> int:
+        parent = self._parent
+        while parent[part] != part:
+            parent[part] = part = parent[parent[part]]
+        return part
+
+    def join(self, a: int, b: int) -> None:
+        self._parent[self.find(b)] = self.find(a)
+
+
+def nodes_of(region: Region) -> list[Any]:
+    """All nodes of a region, each before those it leads to."""
     finished: list[Any] = []
     seen: set[Any] = set()
-    for source in sources:
-        start = _node(source)
-        if start in seen:
-            continue
-        seen.add(start)
-        stack = [(start, iter(() if start in recv_nodes else start.next_functions))]
-        while stack:
-            node, children = stack[-1]
-            for child, _ in children:
-                if child is not None and child not in seen:
-                    seen.add(child)
-                    below = () if child in recv_nodes else child.next_functions
-                    stack.append((child, iter(below)))
-                    break
-            else:
-                finished.append(node)
-                stack.pop()
+    for source in region.sources:
+        for start in _starts(source):
+            if start in seen:
+                continue
+            seen.add(start)
+            stack = [(start, iter(start.next_functions))]
+            while stack:
+                node, children = stack[-1]
+                for child, _ in children:
+                    if child is not None and child not in seen:
+                        seen.add(child)
+                        stack.append((child, iter(child.next_functions)))
+                        break
+                else:
+                    finished.append(node)
+                    stack.pop()
     finished.reverse()
     return finished
 
 
-class _Sets:
-    """Union-find over nodes."""
-
-    def __init__(self, nodes: Sequence[Any]):
-        self._parent = {node: node for node in nodes}
-
-    def find(self, node: Any) -> Any:
-        parent = self._parent
-        while parent[node] is not node:
-            parent[node] = parent[parent[node]]
-            node = parent[node]
-        return node
-
-    def join(self, a: Any, b: Any) -> None:
-        a, b = self.find(a), self.find(b)
-        if a is not b:
-            self._parent[b] = a
-
-
-def _collect(
-    sources: Sequence[Source],
-    recvs: Sequence[Recv],
-    recv_nodes: dict[Any, Recv],
-    order: Sequence[Any],
-    masks: dict[Any, int],
-    sets: _Sets,
-) -> Plan:
-    regions: dict[Any, Region] = {}
-    for source in sources:
-        regions.setdefault(sets.find(_node(source)), Region()).sources.append(source)
+def reached_by(region: Region) -> list[int]:
+    """Per anchor, the starts that reach it, as bits (see `Region.starts`)."""
+    order = nodes_of(region)
+    masks: dict[Any, int] = dict.fromkeys(order, 0)
+    starts = (start for source in region.sources for start in _starts(source))
+    for bit, start in enumerate(starts):
+        masks[start] |= 1 << bit
+    at_leaf: dict[int, int] = {}
     for node in order:
-        region = regions[sets.find(node)]
-        if hasattr(node, "variable"):
-            region.leaves.append(node.variable)
-            continue
-        region.nodes.append(node)
-        if node in recv_nodes:
-            region.recvs.append(recv_nodes[node])
-            region.reached.append(masks[node])
-    unreached = [recv for recv in recvs if recv.node not in masks]
-    return Plan(list(regions.values()), unreached)
+        mask = masks[node]
+        if type(node) is _Leaf:
+            at_leaf[id(node.variable)] = mask
+        for child, _ in node.next_functions:
+            if child is not None:
+                masks[child] |= mask
+    return [at_leaf[id(recv.anchors[n])] for recv, n in region.anchors]

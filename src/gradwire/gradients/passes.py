@@ -4,363 +4,508 @@ The rules, for one pass on one worker:
 
 1. Every recv answers its send exactly once: with gradients, or with none.
 2. Everybody is told. The worker where `backward` is called tells those it knows in the context,
-   they tell theirs. A worker answers the message from which it first heard of the pass when its own
-   part is done and all those it told have answered; other messages it answers at once.
+   they tell theirs; whoever told a worker first is its parent. A worker whose own part is done, and
+   that of all its children, says so to its parent.
 3. A region (see `graph`) runs through torch's own engine when all its sources are answered; or, if
-   it holds recvs, as soon as one source has a gradient. Then the sources still out are *gates*: the
-   backward of a send waits for its answer.
-4. Sources known to have no gradient are left out. A recv that only such sources reach answers none.
-5. Gradients of leaves are kept aside and become visible when the whole pass has succeeded.
+   it holds anchors, as soon as one source has a gradient. Then the sources still out are *gates*:
+   the run waits at them, last of all and the newest first, so that every wait is for something that
+   happened later in the forward pass, and no circle of waits can close.
+4. Sources known to have no gradient are left out. An anchor that is reached only from such sources
+   has no gradient, whether or not its region has run.
 
-Why gates do not lock each other up: torch pops ready nodes by descending sequence number, so gates
-get the lowest ones, in the order of their sends. A worker then waits only when nothing else can be
-done, and at the newest gate; every such wait is for something that happened later in the forward
-pass than what waits, so the waits cannot form a circle.
+Messages are requests and are answered at once: after what can be done without waiting was done,
+before any gate is waited at. What the worker has for the sender by then rides on the answer, so a
+thread that asks in turn for one gradient after the other finds each in the answer to its message.
+
+No gradient is visible before the pass has ended everywhere; if anything goes wrong anywhere, it is
+given up everywhere and leaves nothing behind.
 """
 
 from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Callable, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import _engine_run_backward as run_backward
 
 from gradwire.agent.futures import Future
 from gradwire.agent.service import Request
 from gradwire.errors import CallTimeout, GradwireError
 from gradwire.gradients.context import Context
-from gradwire.gradients.functions import Gradients, Recv, Send, running
-from gradwire.gradients.graph import Region, Root, make_plan
-from gradwire.wire.messages import Kind
+from gradwire.gradients.functions import Gradients, Recv, Send, make_gate, running
+from gradwire.gradients.graph import Region, Root, make_plan, nodes_of, reached_by
+from gradwire.wire.values import call_name
 
 if TYPE_CHECKING:
     from gradwire.gradients.engine import Engine
 
-# (message id, the gradients of its tensors or None)
-Answer = tuple[int, "Gradients | None"]
+# (id of a send, the gradients of its tensors or None)
+Answer = tuple[int, "list[Tensor | None] | None"]
+# What one worker tells another: its sends that have no answer yet (said once), answers, and how
+# the teller stands to the one who is told.
+News = tuple["list[int]", "list[Answer]", int]
+
+FOREVER = float("inf")
+#: How a worker stands to another in a pass.
+NO_CHILD, CHILD, CHILD_DONE = range(3)
+
+
+class How(NamedTuple):
+    """What kind of a pass it is; everybody who takes part must know."""
+
+    retain_graph: bool
+    create_graph: bool
+    #: Gradients are wanted for given tensors where the pass was started, and for no leaves.
+    for_inputs: bool
+    #: How long it may take from now on; 0: for ever.
+    seconds: float
 
 
 class _RegionState:
     """How far a region has got."""
 
-    __slots__ = ("has_gradient", "out", "region", "started")
+    __slots__ = ("dead", "has_gradient", "out", "queued", "reached", "region")
 
     def __init__(self, region: Region):
         self.region = region
+        #: The sends among its sources that are not answered yet.
         self.out = sum(isinstance(source, Send) for source in region.sources)
-        self.has_gradient = any(isinstance(source, Root) for source in region.sources)
-        self.started = False
+        self.has_gradient = self.out < len(region.sources)
+        self.queued = False
+        #: The starts without a gradient, as bits, and per anchor those that reach it.
+        self.dead = 0
+        self.reached: list[int] | None = None
 
-    def ready(self) -> bool:
-        if self.started:
-            return False
-        return not self.out or (self.has_gradient and bool(self.region.recvs))
+    def may_run(self) -> bool:
+        return not self.out or (self.has_gradient and bool(self.region.anchors))
 
 
-class _Listening:
-    """A thread that attaches itself to the answers of messages it has sent."""
+_OPEN: Any = object()  # in place of a gradient that is not known yet
 
-    __slots__ = ("heard", "thread")
 
-    def __init__(self, thread: int):
-        self.thread = thread
-        self.heard = False
+class _Reply:
+    """The answer of a recv, while its gradients come in."""
+
+    __slots__ = ("gradients", "open", "recv")
+
+    def __init__(self, recv: Recv):
+        self.recv = recv
+        self.gradients: list[Tensor | None] = [_OPEN] * len(recv.anchors)
+        self.open = len(recv.anchors)
 
 
 class Pass:
     """One backward pass on one worker."""
 
-    def __init__(self, engine: Engine, context: Context, id: int, retain_graph: bool):
+    def __init__(self, engine: Engine, context: Context, id: int, how: How, parent: int | None):
         self.id = id
+        self.context = context
+        self.how = how
+        #: The worker this one heard of the pass from; None where it was started.
+        self.parent = parent
+        self.deadline = time.monotonic() + how.seconds if how.seconds else FOREVER
         self._engine = engine
-        self._context = context
-        self._retain_graph = retain_graph
+        self._me = engine.agent.info.id
         self._lock = threading.Lock()
         self._changed = threading.Condition(self._lock)
-        #: Whom to answer when this worker's part is done; None where the pass was started.
-        self.parent: Request | None = None
         self._planned = False
-        self._answers: dict[int, Gradients | None] = {}
-        self._states: list[_RegionState] = []
-        self._ready: list[_RegionState] = []
+        #: By send: the region it is a source of, and the answer once it is there.
         self._state_of: dict[int, _RegionState] = {}
-        self._bit_of: dict[int, int] = {}
-        self._alive = 0
+        self._answers: dict[int, list[Tensor | None] | None] = {}
+        self._ready: list[_RegionState] = []
         self._unfinished = 0
-        self._open_recvs: dict[int, Recv] = {}
         self._recv_ids: set[int] = set()
-        self._sends_to: dict[int, list[int]] = {}
-        self._outbox: dict[int, list[Answer]] = {}
+        self._replies: dict[int, _Reply] = {}
+        self._unanswered_to: dict[int, list[int]] = {}
+        #: What others must hear: that there is a pass, and answers.
         self._untold: set[int] = set()
-        self._told: set[int] = set()
-        self._requests: dict[int, Future[Any] | None] = {}
-        self._request_serial = 0
-        self.deadline = float("inf")
+        self._outbox: dict[int, list[Answer]] = {}
+        self._to_myself: deque[Answer] = deque()
+        #: Everybody who knows of the pass, as far as this worker knows.
+        self.involved: set[int] = set()
+        self._unsure = 0
+        self._children: set[int] = set()
+        self._done_children: set[int] = set()
+        self._parent_knows = False
         self.error: BaseException | None = None
+        #: This worker's part is done, and so are those of its children.
         self.finished = False
         self._staged: list[tuple[Tensor, Tensor]] = []
+        self._before: list[tuple[Tensor, Tensor | None]] = []
 
     # -- planning
 
-    def begin(self, roots: Sequence[Root]) -> None:
+    def begin(self, roots: Sequence[Root], inputs: Sequence[Tensor] = ()) -> None:
         """Find out what there is to do here."""
-        with self._context.lock:
-            sends = list(self._context.sends.values())
-            recvs = list(self._context.recvs.values())
-            known = set(self._context.known)
-        plan = make_plan([*roots, *sends], recvs)
+        context = self.context
+        with context.lock:
+            sends = list(context.sends.values())
+            recvs = list(context.recvs.values())
+            known = set(context.known)
+        plan = make_plan([*roots, *sends], recvs, inputs if self.how.for_inputs else None)
         with self._lock:
-            self._alive = (1 << (len(roots) + len(sends))) - 1
-            for bit, send in enumerate(sends, len(roots)):
-                self._bit_of[send.id] = 1 << bit
-                self._sends_to.setdefault(send.to, []).append(send.id)
             for region in plan.regions:
                 state = _RegionState(region)
-                self._states.append(state)
                 for source in region.sources:
                     if isinstance(source, Send):
                         self._state_of[source.id] = state
+                        self._unanswered_to.setdefault(source.to, []).append(source.id)
                 self._consider(state)
-            self._unfinished = len(self._states)
+            self._unfinished = len(plan.regions)
             self._recv_ids = {recv.id for recv in recvs}
-            self._open_recvs = {recv.id: recv for recv in recvs}
-            self._untold = known
-            for recv in plan.unreached:
-                self._answer(recv, None)
+            self._replies = {recv.id: _Reply(recv) for recv in recvs}
+            for recv in recvs:
+                if not recv.anchors:
+                    self._settle(recv.id, 0, None)
+            for recv, position in plan.unreached:
+                self._settle(recv.id, position, None)
+            self._untold = known - {self._me}
+            if self.parent is not None:
+                self.involved.add(self.parent)
+            if self._me in self._unanswered_to:
+                self._answer_unknown(self._me, self._unanswered_to[self._me])
+            self._take_answers(())
             self._planned = True
             self._changed.notify_all()
 
     def _consider(self, state: _RegionState) -> None:
-        if state.ready():
-            state.started = True
+        if not state.queued and state.may_run():
+            state.queued = True
             self._ready.append(state)
 
-    def take(self, sender: int, their_sends: Sequence[int], answers: Sequence[Answer]) -> None:
-        """A message of the pass has arrived. The sends it names that never got here have no
-        gradients."""
+    # -- answers
+
+    def take(self, sender: int, news: News, *, was_told: bool = False) -> None:
+        """Take in what another worker has to tell. `was_told`: it answers our first message."""
+        sends, answers, standing = news
         with self._changed:
             # Another thread may have heard of the pass first and be planning it still.
             self._changed.wait_for(lambda: self._planned or self.error)
-            for id in their_sends:
-                if id not in self._recv_ids:
-                    self._outbox.setdefault(sender, []).append((id, None))
+            self.involved.add(sender)
+            self._unsure -= was_told
+            if standing == CHILD_DONE:
+                self._children.discard(sender)
+                self._done_children.add(sender)
+            elif standing == CHILD and sender not in self._done_children:
+                self._children.add(sender)
+            if sends:
+                self._answer_unknown(sender, sends)
             self._take_answers(answers)
+
+    def _answer_unknown(self, sender: int, sends: Sequence[int]) -> None:
+        """Sends that never got here have no gradients."""
+        unknown = [id for id in sends if id not in self._recv_ids]
+        if unknown:
+            self._post(sender, [(id, None) for id in unknown])
+
+    def _post(self, to: int, answers: list[Answer]) -> None:
+        if to == self._me:
+            self._to_myself.extend(answers)
+        else:
+            self._outbox.setdefault(to, []).extend(answers)
 
     def _take_answers(self, answers: Sequence[Answer]) -> None:
         for id, gradients in answers:
-            state = self._state_of.get(id)
-            if state is None or id in self._answers:
-                continue
-            self._answers[id] = gradients
-            state.out -= 1
-            if gradients is None:
-                self._alive &= ~self._bit_of[id]
-                for recv, reached in zip(state.region.recvs, state.region.reached, strict=True):
-                    if not reached & self._alive:
-                        self._answer(recv, None)
-            else:
-                state.has_gradient = True
-            self._consider(state)
+            self._take_answer(id, gradients)
+        while self._to_myself:
+            self._take_answer(*self._to_myself.popleft())
         self._changed.notify_all()
 
-    def _answer(self, recv: Recv, gradients: Gradients | None) -> None:
-        """Answer a recv, unless that was done before."""
-        if self._open_recvs.pop(recv.id, None) is not None:
-            self._outbox.setdefault(recv.sender, []).append((recv.id, gradients))
+    def _take_answer(self, id: int, gradients: list[Tensor | None] | None) -> None:
+        state = self._state_of.get(id)
+        if state is None or id in self._answers:
+            return
+        self._answers[id] = gradients
+        state.out -= 1
+        if gradients is None or any(gradient is None for gradient in gradients):
+            self._lose_starts(state, id, gradients or ())
+        if gradients is not None:
+            state.has_gradient = True
+        self._consider(state)
+
+    def _lose_starts(self, state: _RegionState, id: int, gradients: Gradients) -> None:
+        """Some tensors of a send have no gradient. Neither have the anchors that are reached from
+        nowhere else."""
+        region = state.region
+        if not region.anchors:
+            return
+        for position, bit in enumerate(region.starts(id)):
+            if position >= len(gradients) or gradients[position] is None:
+                state.dead |= 1 << bit
+        if state.reached is None:
+            state.reached = reached_by(region)
+        for (recv, position), reached in zip(region.anchors, state.reached, strict=True):
+            if not reached & ~state.dead:
+                self._settle(recv.id, position, None)
+
+    def _settle(self, message: int, position: int, gradient: Tensor | None) -> None:
+        """The gradient of one received tensor is known; with the last one the recv answers."""
+        reply = self._replies.get(message)
+        if reply is None:
+            return
+        if reply.gradients:
+            if reply.gradients[position] is not _OPEN:
+                return
+            reply.gradients[position] = gradient
+            reply.open -= 1
+        if not reply.open:
+            del self._replies[message]
+            given = reply.gradients if any(g is not None for g in reply.gradients) else None
+            self._post(reply.recv.sender, [(message, given)])
 
     # -- running
 
-    def work(self) -> None:
-        """Run what is ready, on this thread, then tell others what they need to know."""
-        heard = True
-        while heard:
-            self._run_ready()
-            heard = self._flush()
+    def drive(self) -> None:
+        """Do all that can be done now, on this thread, and let others know."""
+        while True:
+            self._run_ready(gated=True)
+            if not self._exchange():
+                return
 
-    def _run_ready(self) -> None:
+    def _run_ready(self, *, gated: bool) -> None:
+        """Run the regions that can; those that have to wait at gates only if asked to."""
         while True:
             with self._lock:
-                if self.error is not None or not self._ready:
+                self._take_answers(())
+                if self.error is not None:
                     return
-                state = self._ready.pop()
+                state = next((s for s in self._ready if not s.out), None)
+                if state is None and gated and self._ready:
+                    state = self._ready[0]
+                if state is None:
+                    return
+                self._ready.remove(state)
             try:
                 self._run(state)
             except BaseException as error:
-                self.fail(error)
+                self.fail(self._explain(error, state.region))
 
     def _run(self, state: _RegionState) -> None:
-        region = state.region
+        region, how = state.region, self.how
+        into_grad = self.context.into_grad and not how.for_inputs
+        outputs: list[Tensor] = []
+        seeds: list[Tensor | None] = []
+        gates: list[Send] = []
         with self._lock:
-            sources = [s for s in region.sources if isinstance(s, Root) or self._is_alive(s)]
-            recvs = [recv for recv in region.recvs if recv.id in self._open_recvs]
-            gates = [s for s in sources if isinstance(s, Send) and s.id not in self._answers]
-        inputs = [*region.leaves, *(recv.anchor for recv in recvs)]
-        if sources and inputs:
-            _make_gates_last(gates, region.nodes)
-            outputs = [s.tensor if isinstance(s, Root) else s.token for s in sources]
-            seeds = [s.gradient if isinstance(s, Root) else None for s in sources]
+            for source in region.sources:
+                if isinstance(source, Root):
+                    outputs.append(source.tensor)
+                    seeds.append(source.gradient)
+                elif source.id not in self._answers:
+                    gates.append(source)
+                else:
+                    answer = self._answers[source.id] or ()
+                    for end, gradient in zip(source.ends, answer, strict=False):
+                        if gradient is not None:
+                            outputs.append(end)
+                            seeds.append(gradient)
+            anchors = [
+                recv.let_accumulate(position) if into_grad else recv.anchors[position]
+                for recv, position in region.anchors
+                if (reply := self._replies.get(recv.id)) and reply.gradients[position] is _OPEN
+            ]
+        if gates:
+            tokens = _make_gates(gates, region)
+            outputs += tokens
+            seeds += [torch.ones_like(token) for token in tokens]
+        leaves = region.leaves if self.parent is None or not how.for_inputs else []
+        if into_grad:
+            self._remember_grads(leaves)
+        found: Gradients = ()
+        if outputs and (leaves or anchors):
             outer = running.gate, running.deliver
             running.gate, running.deliver = self._gate, self._deliver
             try:
-                gradients = torch.autograd.grad(
-                    outputs, inputs, seeds, retain_graph=self._retain_graph, allow_unused=True
+                found = run_backward(
+                    tuple(outputs),
+                    tuple(seeds),
+                    how.retain_graph,
+                    how.create_graph,
+                    (*leaves, *anchors),
+                    allow_unreachable=True,
+                    accumulate_grad=into_grad,
                 )
             finally:
                 running.gate, running.deliver = outer
-        else:
-            gradients = ()
         with self._lock:
-            for leaf, gradient in zip(region.leaves, gradients, strict=False):
-                if gradient is not None:
-                    self._staged.append((leaf, gradient))
-            for recv in region.recvs:
-                self._answer(recv, None)
+            if into_grad:
+                for anchor in anchors:
+                    anchor.grad = None
+            else:
+                for leaf, gradient in zip(leaves, found, strict=False):
+                    if gradient is not None:
+                        self._staged.append((leaf, gradient))
+            for recv, position in region.anchors:
+                self._settle(recv.id, position, None)
+            for source in region.sources:
+                if isinstance(source, Send):
+                    self._answers[source.id] = None  # used up
             self._unfinished -= 1
 
-    def _is_alive(self, send: Send) -> bool:
-        return bool(self._alive & self._bit_of[send.id])
+    def _deliver(self, message: int, position: int, gradient: Tensor | None) -> None:
+        """Backward has reached a tensor that was received."""
+        if gradient is not None and gradient.requires_grad and not self.how.create_graph:
+            gradient = gradient.detach()
+        with self._lock:
+            self._settle(message, position, gradient)
 
     def _gate(self, send: Send) -> Gradients:
         """The gradients of what was sent; waits for them."""
-        if send.id not in self._answers:
-            heard = self._flush()
-            agent = self._engine.agent
-            executor = agent.executor
-            if heard or self._ready:  # this thread was to go on with that, and now has to wait
-                executor.submit(lambda: agent.run_in_context(self.work))
-            aside = executor.step_aside()
-            try:
-                with self._changed:
-                    self._changed.wait_for(lambda: send.id in self._answers or self.error)
-            finally:
-                if aside:
-                    executor.step_back()
+        while send.id not in self._answers and self.error is None:
+            if not self._exchange():
+                if self._ready:  # this thread is in the middle of a region, and cannot run others
+                    self._drive_elsewhere()
+                self._wait_until(lambda: send.id in self._answers)
         if self.error is not None:
             raise GradwireError("the backward pass was given up") from self.error
-        return self._answers[send.id] or [None] * send.count
+        answer = self._answers[send.id] or []
+        return answer + [None] * (len(send.ends) - len(answer))
 
-    def _deliver(self, recv: Recv, gradients: Gradients) -> None:
-        given = [None if g is None else g.detach() for g in gradients]
+    def _drive_elsewhere(self) -> None:
+        agent = self._engine.agent
+        agent.executor.submit(lambda: agent.run_in_context(self.drive))
+
+    def _remember_grads(self, leaves: Sequence[Tensor]) -> None:
+        """So that `.grad` can be put back should the pass fail."""
         with self._lock:
-            self._answer(recv, None if all(g is None for g in given) else given)
+            for leaf in leaves:
+                before = leaf.grad
+                self._before.append((leaf, None if before is None else before.clone()))
+
+    def _explain(self, error: BaseException, region: Region) -> BaseException:
+        """Say where in the forward pass an error comes from."""
+        calls = [source.about for source in region.sources if isinstance(source, Send)]
+        if calls and hasattr(error, "add_note"):
+            name = self._engine.agent.info.name
+            places = ", ".join(dict.fromkeys(_place(call) for call in calls[:3]))
+            error.add_note(f"in the backward pass on worker {name!r}, through the call of {places}")
+        return error
 
     # -- telling others
 
-    def _flush(self) -> bool:
-        """Send what others must know; when all is done, answer the parent. True when answers came
-        back meanwhile, so that there may be more to do."""
-        messages: list[tuple[int, list[int], list[Answer], int]] = []
-        riding: list[Answer] = []
+    def _exchange(self) -> bool:
+        """Send what others must know. True when there may be more to do here afterwards."""
         with self._lock:
-            if self.error is not None or self.finished:
+            if self.error is not None:
                 return False
-            parent = None if self.parent is None else self.parent.caller.id
-            if parent in self._untold and not self._unanswered(parent):
-                self._untold.discard(parent)  # it told us, and waits for our part already
+            if self._to_myself:
+                self._take_answers(())
+                return True
+            self._conclude()
             workers = self._untold | self._outbox.keys()
-            if self._is_done() and workers <= {parent}:
-                if parent is not None:
-                    riding = self._outbox.pop(parent, [])
-                self.finished = True
-                self._changed.notify_all()
-            else:
-                for worker in workers:
-                    sends = self._unanswered(worker) if worker in self._untold else []
-                    self._request_serial += 1
-                    self._requests[self._request_serial] = None
-                    answers = self._outbox.get(worker, [])
-                    messages.append((worker, sends, answers, self._request_serial))
-                self._told |= workers
-                self._untold = set()
-                self._outbox = {}
-            finished = self.finished
-        sent = [(message[-1], self._send(*message)) for message in messages]
-        # Only now that all is sent: an answer that is here already is heard on this thread.
-        listening = _Listening(threading.get_ident())
-        for serial, future in sent:
-            if future is not None:
-                future.at_once(partial(self._hear, serial, listening))
-        listening.thread = 0
-        if finished and self.parent is not None:
-            self.parent.answer(riding)
-        return listening.heard
-
-    def _unanswered(self, worker: int) -> list[int]:
-        return [id for id in self._sends_to.get(worker, ()) if id not in self._answers]
-
-    def _is_done(self) -> bool:
-        return (
-            not self._unfinished
-            and not self._open_recvs
-            and not self._requests
-            and len(self._answers) == len(self._bit_of)
-        )
-
-    def _send(
-        self, worker: int, sends: list[int], answers: list[Answer], serial: int
-    ) -> Future[Any] | None:
-        value = (self._context.id, self.id, self._retain_graph, sends, answers)
-        left = self.deadline - time.monotonic()
+            if self.finished and self.parent is not None and not self._parent_knows:
+                workers.add(self.parent)
+            told = [(worker, worker in self._untold, self._news_for(worker)) for worker in workers]
+            self._unsure += sum(first for _, first, _ in told)
+        if not told:
+            return False
+        # Reading the last answer oneself is faster than being woken by who reads it.
+        last = None if self.finished else told.pop()
+        for worker, first, news in told:
+            future = self._engine.tell(self, worker, news)
+            future.at_once(partial(self._hear_later, worker, first))
+        if last is None:
+            return False
+        worker, first, news = last
         try:
-            future = self._engine.agent.request(
-                worker,
-                Kind.BACKWARD_AUTOGRAD_REQ,
-                value,
-                0 if left == float("inf") else max(0.001, left),
-            )
-        except GradwireError as error:
+            answer = self._engine.ask(self, worker, news)
+        except Exception as error:
             self.fail(error)
-            return None
-        with self._lock:
-            if serial in self._requests:
-                self._requests[serial] = future
-        return future
+            return False
+        self.take(worker, answer, was_told=first)
+        return True
 
-    def _hear(self, serial: int, listening: _Listening, future: Future[Any]) -> None:
-        """A message of ours was answered."""
+    def _hear_later(self, worker: int, was_told: bool, future: Future[Any]) -> None:
         error = future.exception()
         if error is not None:
             self.fail(error)
-            return
-        with self._lock:
-            self._requests.pop(serial, None)
-            self._take_answers(future.value())
-        if listening.thread == threading.get_ident():
-            listening.heard = True  # whoever flushes goes on when all its messages are out
         else:
-            self.work()
+            self.take(worker, future.value(), was_told=was_told)
+            self._drive_elsewhere()  # this thread may be in the middle of something
+
+    def reply_to(self, request: Request) -> None:
+        """Answer a message, with what there is for its sender once all is done that can be done
+        without waiting."""
+        self._run_ready(gated=False)
+        with self._lock:
+            error = self.error
+            if error is None:
+                self._conclude()
+                news = self._news_for(request.caller.id)
+        if error is not None:
+            request.fail(error, "the backward pass")
+        else:
+            self._engine.answer(self, request, news)
+
+    def _news_for(self, worker: int) -> News:
+        sends: list[int] = []
+        self.involved.add(worker)
+        if worker in self._untold:
+            self._untold.discard(worker)
+            sends = [i for i in self._unanswered_to.get(worker, ()) if i not in self._answers]
+        standing = NO_CHILD
+        if worker == self.parent:
+            self._parent_knows = self.finished
+            standing = CHILD_DONE if self.finished else CHILD
+        return sends, self._outbox.pop(worker, []), standing
+
+    def _conclude(self) -> None:
+        """See whether this worker's part has come to its end."""
+        if not (
+            self._unfinished
+            or self._replies
+            or self._to_myself
+            or self._unsure
+            or self._children
+            or len(self._answers) < len(self._state_of)
+            or self._untold - {self.parent}
+        ):
+            self.finished = True
+            self._changed.notify_all()
 
     # -- the end
 
     def wait(self) -> None:
         """On the worker that started the pass: return when it is done everywhere."""
-        while True:
-            with self._changed:
-                if self.error is not None:
-                    raise self.error
-                if self.finished:
-                    return
-                # Reading the answer oneself is faster than being woken by who reads it.
-                future = next((f for f in self._requests.values() if f is not None), None)
-                if future is None:
-                    left = self.deadline - time.monotonic()
-                    if not self._changed.wait(None if left == float("inf") else max(0.0, left)):
-                        break
-            if future is not None:
-                self._settle(future)
-        error = CallTimeout("the backward pass has not ended before its deadline")
-        self.fail(error)
-        raise error
+        self._wait_until(lambda: self.finished)
+        if self.error is not None:
+            raise self.error
 
-    def _settle(self, future: Future[Any]) -> None:
+    def _wait_until(self, ready: Callable[[], bool]) -> None:
+        """Wait for something, the failure of the pass, or its deadline."""
+        if ready() or self.error is not None:
+            return
+        executor = self._engine.agent.executor
+        aside = executor.step_aside()
         try:
-            future.wait()
-        except Exception:
-            pass  # heard of by its callback
+            left = self.deadline - time.monotonic()
+            with self._changed:
+                self._changed.wait_for(
+                    lambda: ready() or self.error, None if left == FOREVER else max(0.0, left)
+                )
+        finally:
+            if aside:
+                executor.step_back()
+        if not ready() and self.error is None:
+            self.fail(
+                CallTimeout(
+                    f"the backward pass has not ended within {self.how.seconds:g} s; it waits for "
+                    f"{self._missing()}. Give it a longer timeout, or see what they are busy with"
+                )
+            )
+
+    def _missing(self) -> str:
+        with self._lock:
+            owing = {w for w, ids in self._unanswered_to.items() if set(ids) - self._answers.keys()}
+            owing |= self._children
+        names = [repr(self._engine.agent.peers.find(worker).info.name) for worker in owing]
+        return "workers " + ", ".join(sorted(names)) if names else "its own part"
 
     def fail(self, error: BaseException) -> None:
         """Give the pass up, here and everywhere."""
@@ -368,33 +513,39 @@ class Pass:
             if self.error is not None:
                 return
             self.error = error
-            finished = self.finished
             self._staged = []
+            before, self._before = self._before, []
             self._changed.notify_all()
-        if self.parent is not None and not finished:
-            self.parent.fail(error, "the backward pass")
+        for leaf, gradient in reversed(before):
+            if gradient is None or leaf.grad is None:
+                leaf.grad = gradient
+            else:
+                leaf.grad.detach().copy_(gradient)
         self._engine.end(self, succeeded=False)
 
-    def settle(self) -> None:
-        """The whole pass has succeeded: let its gradients be seen."""
+    def take_staged(self) -> list[tuple[Tensor, Tensor]]:
+        """The gradients found here, once the whole pass has succeeded."""
         with self._lock:
             staged, self._staged = self._staged, []
-        self._context.add_gradients(staged)
-
-    @property
-    def told(self) -> set[int]:
-        with self._lock:
-            return set(self._told)
+            self._before = []
+        return staged
 
 
-def _make_gates_last(gates: list[Send], nodes: list[Any]) -> None:
+def _make_gates(gates: list[Send], region: Region) -> list[Tensor]:
     """Let torch run the gates after everything else, the newest first. Ordinary nodes count from 0
     too, so those that would come after a gate are lifted."""
-    if not gates:
-        return
-    for node in nodes:
+    for node in nodes_of(region):
         number = node._sequence_nr()
         if number < len(gates):
             node._set_sequence_nr(number + len(gates))
-    for number, send in enumerate(sorted(gates, key=lambda send: send.id)):
-        send.node._set_sequence_nr(number)
+    tokens = [make_gate(send) for send in sorted(gates, key=lambda send: send.id)]
+    for number, token in enumerate(tokens):
+        token.grad_fn._set_sequence_nr(number)  # type: ignore[union-attr]
+    return tokens
+
+
+def _place(call: Any) -> str:
+    """A function and where it is defined."""
+    code = getattr(call, "__code__", None)
+    where = f" ({code.co_filename}:{code.co_firstlineno})" if code is not None else ""
+    return (call if isinstance(call, str) else call_name(call)) + where

@@ -185,16 +185,16 @@ class Refs:
                 f"worker {request.caller.name!r} as lost, or was told that the reference is gone"
             )
         owned = self.table.get(id)
+        request.subject = "RRef.to_here()"
 
-        def answer(future: Future[Any]) -> None:
+        # The callback keeps the promise of the value alive until it is kept or nobody asks.
+        def answer(future: Future[Any], _promise: Owned = owned) -> None:
             error = future.exception()
             if error is not None:
                 request.fail(error, "the function that should have made this value")
             else:
                 self._calls.answer(request, future.value())
 
-        # The callback keeps the promise of the value alive until it is kept or nobody asks.
-        request.state = {"owned": owned}
         owned.future.add_done_callback(answer)
 
     # -- calls on the value of a reference

@@ -5,7 +5,7 @@ there and travels as a buffer of its own, in the order of the marks. This is the
 mechanism of pickle protocol 5, with torch tensors in the place of byte buffers on both sides.
 
 Rooms above teach a `Codec` to send types of their own (`teach`), and see the tensors of a value
-in the order they were met, which is the same on both sides.
+that require gradients in the order they were met, which is the same on both sides.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ class Encoded:
 
     payload: bytes
     buffers: list[Tensor]
-    #: The dense tensors of the value, in the order they were met.
-    tensors: list[Tensor]
+    #: The tensors of the value that require gradients, in the order they were met.
+    differentiable: list[Tensor]
     #: Told where the message went, or None when it did not leave; rooms above put them here.
     passengers: Sequence[Passenger] = ()
 
@@ -58,8 +58,8 @@ class Decoding:
 
     #: The codec that decodes, for functions that rebuild a taught type.
     codec: Codec
-    #: The dense tensors of the value, in the order the sender met them.
-    tensors: list[Tensor] = field(default_factory=list)
+    #: What every tensor that requires gradients goes through, in the order the sender met them.
+    arrival: Callable[[Tensor], Tensor] | None = None
     #: What must be waited for before the value may be used; rooms above append to it.
     unsettled: list[Any] = field(default_factory=list)
 
@@ -91,7 +91,7 @@ class _Encoder(pickle.Pickler):
         super().__init__(stream, 5, buffer_callback=self._in_stream)
         self._codec = codec
         self.buffers: list[Tensor] = []
-        self.tensors: list[Tensor] = []
+        self.differentiable: list[Tensor] = []
 
     @staticmethod
     def _in_stream(buffer: pickle.PickleBuffer) -> bool:
@@ -112,18 +112,22 @@ class _Encoder(pickle.Pickler):
 
     def _reduce_tensor(self, tensor: Tensor) -> Any:
         kind = type(tensor)
-        if kind is Tensor or (kind is torch.nn.Parameter and not tensor.__dict__):
+        if kind is Tensor or kind is torch.nn.Parameter:
             if wire_tensors.is_plain(tensor):
-                self.tensors.append(tensor)
+                if tensor.requires_grad:
+                    self.differentiable.append(tensor)
                 dense, flat = wire_tensors.describe(tensor)
+                attributes = (tensor.__dict__,) if kind is not Tensor and tensor.__dict__ else ()
                 if wire_tensors.byte_size(flat) <= INLINE_BYTES:
-                    return _dense, (wire_tensors.small_bytes(flat), dense)
+                    return _dense, (wire_tensors.small_bytes(flat), dense, *attributes)
                 self.buffers.append(flat.detach())
-                return _dense, (_MARK, dense)
+                return _dense, (_MARK, dense, *attributes)
             # Of other parameters torch sends the data, which comes by here again.
             parts = wire_tensors.take_apart(tensor) if kind is Tensor else None
             if parts is not None:
-                return wire_tensors.put_together, parts
+                if tensor.requires_grad:
+                    self.differentiable.append(tensor)
+                return _sparse, parts
         if not tensor.is_cpu and not tensor.is_meta:
             raise EncodingError(
                 f"a tensor on {tensor.device} cannot be sent: move it to the CPU first "
@@ -147,11 +151,22 @@ def _rebuild(name: str, parts: Any) -> Any:
     return current_decoding().codec.builders[name](parts)
 
 
-def _dense(memory: Any, dense: wire_tensors.Dense) -> Tensor:
-    tensor = wire_tensors.rebuild(memory, dense)
-    decoding = _current.decoding
-    if decoding is not None:
-        decoding.tensors.append(tensor)
+def _dense(memory: Any, dense: wire_tensors.Dense, attributes: Any = None) -> Tensor:
+    tensor = _arrive(wire_tensors.rebuild(memory, dense))
+    if attributes:
+        tensor.__dict__.update(attributes)
+    return tensor
+
+
+def _sparse(*parts: Any) -> Tensor:
+    return _arrive(wire_tensors.put_together(*parts))
+
+
+def _arrive(tensor: Tensor) -> Tensor:
+    if tensor.requires_grad:
+        decoding = _current.decoding
+        if decoding is not None and decoding.arrival is not None:
+            return decoding.arrival(tensor)
     return tensor
 
 
@@ -189,12 +204,15 @@ class Codec:
             raise
         finally:
             _current.passengers = outer
-        return Encoded(stream.getvalue(), encoder.buffers, encoder.tensors, passengers)
+        return Encoded(stream.getvalue(), encoder.buffers, encoder.differentiable, passengers)
 
     def decode(
-        self, payload: bytes | memoryview, buffers: Sequence[Tensor] = ()
+        self,
+        payload: bytes | memoryview,
+        buffers: Sequence[Tensor] = (),
+        arrival: Callable[[Tensor], Tensor] | None = None,
     ) -> tuple[Any, Decoding]:
-        decoding = Decoding(self)
+        decoding = Decoding(self, arrival)
         outer, _current.decoding = _current.decoding, decoding
         try:
             # A thread may decode for others while it is in somebody's inference_mode.
