@@ -6,6 +6,7 @@ import copy
 import io
 import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -361,34 +362,45 @@ def test_a_context_without_gradients_changes_nothing(trio: list[Worker]) -> None
         optimizer.step(context_id)
 
 
-def test_trainers_that_share_parameters_take_turns(trio: list[Worker]) -> None:
-    """Additions of whole numbers: none may get lost, in whatever order they come."""
-    weight = rpc.remote("worker1", nn.Parameter, (torch.zeros(64, 64),))
-    steps, trainers, failures = 15, 6, []
+class Meets(optim.SGD):
+    """Notices when another step runs at the same time."""
 
-    def trainer(number: int) -> None:
+    meeting = threading.Barrier(2)
+    met = False
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
         try:
-            current.enter(trio[number % 3])
-            mine = WEIGHTS[number % 3]
-            optimizer = DistributedOptimizer(optim.SGD, [mine], lr=1.0)
-            for _ in range(steps):
-                with autograd.context() as context_id:
-                    loss = rpc.rpc_sync("worker1", total, (mine,))
-                    autograd.backward(context_id, [loss * -(number + 1)])
-                    optimizer.step(context_id)
-        except BaseException as error:
-            failures.append(error)
+            Meets.meeting.wait(0.1)
+            Meets.met = True
+        except threading.BrokenBarrierError:
+            Meets.meeting.reset()
+        super().step(closure)
 
-    WEIGHTS.clear()
+
+@pytest.mark.parametrize(("kind", "steps", "trainers"), [(Meets, 1, 3), (optim.SGD, 10, 6)])
+def test_trainers_that_share_parameters_take_turns(
+    trio: list[Worker], kind: Any, steps: int, trainers: int
+) -> None:
+    """They add whole numbers: the sum is the same in every order, if none gets lost."""
+    weight = rpc.remote("worker1", nn.Parameter, (torch.zeros(64, 64),))
     for worker in trio:
-        trio[0].rpc_sync(worker.name, remember, (weight,))
-    threads = [threading.Thread(target=trainer, args=(number,)) for number in range(trainers)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(60)
+        rpc.rpc_sync(worker.name, remember, (weight,))
+
+    def train(number: int) -> None:
+        current.enter(trio[number % 3])
+        mine = WEIGHTS[number % 3]
+        optimizer = DistributedOptimizer(kind, [mine], lr=1.0)
+        for _ in range(steps):
+            with autograd.context() as context_id:
+                loss = rpc.rpc_sync("worker1", total, (mine,))
+                autograd.backward(context_id, [loss * -(number + 1)])
+                optimizer.step(context_id)
+
+    with ThreadPoolExecutor(trainers) as threads:
+        for done in [threads.submit(train, number) for number in range(trainers)]:
+            done.result()
     WEIGHTS.clear()
-    assert not failures
+    assert not Meets.met
     expected = float(steps * sum(range(1, trainers + 1)))
     assert torch.equal(weight.to_here(), torch.full((64, 64), expected))
 
