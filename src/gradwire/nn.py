@@ -65,19 +65,14 @@ class RemoteModule(nn.Module):
     def init_from_module_rref(
         cls, remote_device: str | torch.device, module_rref: RRef[nn.Module]
     ) -> RemoteModule:
-        """A remote module for a module that exists already; `remote_device` says where it is.
+        """A remote module for a module that exists already. The reference says on which worker it
+        is; of `remote_device` only the device counts.
 
-        >>> rref = rpc.remote("worker1", nn.Linear, args=(20, 30))               # doctest: +SKIP
-        >>> RemoteModule.init_from_module_rref("worker1", rref)                  # doctest: +SKIP
-        RemoteModule(worker1/cpu)
+            >>> rref = rpc.remote("worker1", nn.Linear, args=(20, 30))           # doctest: +SKIP
+            >>> RemoteModule.init_from_module_rref("worker1/cpu", rref)          # doctest: +SKIP
+            RemoteModule(worker1/cpu)
         """
-        worker, device = _place(remote_device)
-        owner = module_rref.owner()
-        if worker not in (owner.name, owner.id):
-            raise ValueError(
-                f"remote_device is {remote_device!r}, but the module is on worker {owner.name!r}"
-            )
-        return _rebuild(cls, module_rref, device, True)
+        return _rebuild(cls, module_rref, _place(remote_device)[1], True)
 
     def __reduce__(self) -> Any:
         return _rebuild, (type(self), self.module_rref, self.device, self.training)
