@@ -1,60 +1,87 @@
-"""One model in three processes.
+"""A model whose layers live in three processes learns to tell two spirals apart.
 
-The encoder lives on worker1 and the decoder on worker2. worker0 has the data, holds references to
-both halves and calls them; at the end it checks the results against the same model in one process.
+worker0 has the data and the first layer; the others are on worker1 and worker2. Beside it, worker0
+trains the same model in one process, and shows how far the two are apart.
 
     gradwire run -n 3 examples/quickstart.py
 """
 
+import math
 import os
 
 import torch
-from torch import nn
+from torch import Tensor, nn, optim
 
-from gradwire import rpc
+from gradwire import autograd, rpc
+from gradwire.nn import RemoteModule
+from gradwire.optim import DistributedOptimizer
 
-
-def make_encoder() -> nn.Module:
-    torch.manual_seed(1)
-    return nn.Sequential(nn.Linear(784, 512), nn.ReLU()).requires_grad_(False)
-
-
-def make_decoder() -> nn.Module:
-    torch.manual_seed(2)
-    return nn.Sequential(nn.Linear(512, 10), nn.LogSoftmax(dim=1)).requires_grad_(False)
+STEPS = 120
 
 
-def decode(decoder: rpc.RRef[nn.Module], hidden: rpc.RRef[torch.Tensor]) -> torch.Tensor:
-    """Runs where the decoder lives, and fetches the activations from where they are."""
-    scores: torch.Tensor = decoder.local_value()(hidden.to_here())
-    return scores
+def layer(number: int) -> nn.Module:
+    """A layer of the model; the same wherever it is made."""
+    torch.manual_seed(number)
+    sizes = [2, 64, 64, 1]
+    linear = nn.Linear(sizes[number], sizes[number + 1])
+    return nn.Sequential(linear, nn.Tanh()) if number < 2 else linear
+
+
+def spirals(points: int = 200) -> tuple[Tensor, Tensor]:
+    """Points on two spirals, and which one each is on."""
+    turn = torch.linspace(0.25, 1, points).sqrt() * 3 * math.pi
+    one = torch.stack([turn.cos(), turn.sin()], dim=1) * turn[:, None] / 10
+    return torch.cat([one, -one]), torch.cat([torch.zeros(points, 1), torch.ones(points, 1)])
 
 
 def main() -> None:
-    batches = [torch.randn(64, 784) for _ in range(6)]
+    x, y = spirals()
+    loss_of = nn.BCEWithLogitsLoss()
 
-    encoder = rpc.remote("worker1", make_encoder)
-    decoder = rpc.remote("worker2", make_decoder)
-    print(f"encoder on {encoder.owner_name()}, decoder on {decoder.owner_name()}")
+    first = layer(0)
+    second = RemoteModule("worker1", layer, args=(1,))
+    third = RemoteModule("worker2", layer, args=(2,))
+    model = nn.Sequential(first, second, third)
+    params = [rpc.RRef(param) for param in first.parameters()]
+    params += second.remote_parameters() + third.remote_parameters()
+    optimizer = DistributedOptimizer(optim.Adam, params)
+    schedule = optim.lr_scheduler.OneCycleLR(optimizer, max_lr=0.03, total_steps=STEPS)
 
-    print("one batch after the other: the activations come here and go on to worker2")
-    results = []
-    for number, batch in enumerate(batches):
-        hidden = encoder.rpc_sync().forward(batch)
-        results.append(decoder.rpc_sync().forward(hidden))
-        print(f"  batch {number}: {tuple(batch.shape)} -> {tuple(results[-1].shape)}")
+    twin = nn.Sequential(layer(0), layer(1), layer(2))
+    twin_optimizer = optim.Adam(twin.parameters())
+    twin_schedule = optim.lr_scheduler.OneCycleLR(twin_optimizer, max_lr=0.03, total_steps=STEPS)
 
-    print("all batches at once: the activations go from worker1 straight to worker2")
-    hidden_refs = [encoder.remote().forward(batch) for batch in batches]
-    futures = [rpc.rpc_async("worker2", decode, args=(decoder, ref)) for ref in hidden_refs]
-    for number, future in enumerate(futures):
-        results.append(future.wait())
-        print(f"  batch {number}: {tuple(results[-1].shape)} arrived")
+    print(f"layers on worker0, {second.on} and {third.on}; {len(x)} points on two spirals")
+    print("step   learning rate   right   loss on 3 workers   in one process   difference")
+    largest = 0.0
+    for step in range(1, STEPS + 1):
+        with autograd.context() as context_id:
+            scores = model(x)
+            loss = loss_of(scores, y)
+            autograd.backward(context_id, [loss])
+            optimizer.step(context_id)
+        rate = schedule.get_last_lr()[0]
+        schedule.step()
 
-    local = nn.Sequential(make_encoder(), make_decoder())
-    expected = [local(batch) for batch in batches] * 2
-    difference = max((a - b).abs().max().item() for a, b in zip(results, expected, strict=True))
-    print(f"largest difference from the same model in one process: {difference:g}")
+        twin_optimizer.zero_grad()
+        twin_loss = loss_of(twin(x), y)
+        twin_loss.backward()
+        twin_optimizer.step()
+        twin_schedule.step()
+
+        difference = abs(loss.item() - twin_loss.item())
+        largest = max(largest, difference)
+        if step == 1 or step % 10 == 0:
+            right = ((scores > 0) == (y > 0.5)).float().mean().item()
+            print(
+                f"{step:4d} {rate:15.4f} {right:7.0%} {loss.item():19.6f} "
+                f"{twin_loss.item():16.6f} {difference:12.2g}"
+            )
+
+    state, twin_state = model.state_dict(), twin.state_dict()
+    for name in twin_state:
+        largest = max(largest, (state[name] - twin_state[name]).abs().max().item())
+    print(f"largest difference, of losses on the way and of parameters at the end: {largest:g}")
 
 
 if __name__ == "__main__":

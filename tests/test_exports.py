@@ -7,10 +7,12 @@ from types import ModuleType
 import pytest
 
 import gradwire
-from gradwire import autograd, rpc
+from gradwire import autograd, nn, optim, rpc
 
 
-@pytest.mark.parametrize("module", [gradwire, rpc, autograd], ids=lambda module: module.__name__)
+@pytest.mark.parametrize(
+    "module", [gradwire, rpc, autograd, optim, nn], ids=lambda module: module.__name__
+)
 def test_exported_names_exist_are_sorted_and_listed(module: ModuleType) -> None:
     names = module.__all__
     assert names == sorted(set(names))

@@ -15,7 +15,7 @@ PACKAGE = Path(next(iter(gradwire.__path__)))
 ROOMS = [
     {"__main__", "cli"},
     {"launch", "bench", "testing"},
-    {"__init__", "rpc", "autograd"},
+    {"__init__", "rpc", "autograd", "optim", "nn"},
     {"worker"},
     {"gradients"},
     {"refs"},

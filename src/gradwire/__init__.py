@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from gradwire._version import __version__
 
 if TYPE_CHECKING:
-    from gradwire import autograd, errors, rpc
+    from gradwire import autograd, errors, nn, optim, rpc
     from gradwire.agent.futures import Future
     from gradwire.config import Options
     from gradwire.errors import GradwireError
@@ -26,6 +26,8 @@ __all__ = [
     "__version__",
     "autograd",
     "errors",
+    "nn",
+    "optim",
     "rpc",
 ]
 
@@ -39,7 +41,7 @@ _HOMES = {
     "Worker": "gradwire.worker",
     "WorkerInfo": "gradwire.ids",
 }
-_MODULES = ("autograd", "errors", "rpc")
+_MODULES = ("autograd", "errors", "nn", "optim", "rpc")
 
 
 def __getattr__(name: str) -> Any:

@@ -12,13 +12,12 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from gradwire import current
 from gradwire.config import UNSET_TIMEOUT
 from gradwire.gradients.context import current_id
-from gradwire.gradients.graph import Root
+from gradwire.gradients.graph import make_roots
 from gradwire.gradients.passes import How
 
 __all__ = ["backward", "context", "get_gradients", "grad"]
@@ -66,8 +65,8 @@ def backward(
     worker = current.worker()
     found = worker.contexts.get(context_id)
     seconds = worker.agent.timeout(timeout)
-    how = How(retain_graph or create_graph, create_graph, for_inputs=False, seconds=seconds)
-    worker.engine.run(found, _roots(roots, grad_tensors), how)
+    how = How(retain_graph or create_graph, create_graph, seconds=seconds)
+    worker.engine.run(found, make_roots(roots, grad_tensors), how)
 
 
 def grad(
@@ -99,7 +98,7 @@ def grad(
         seconds=worker.agent.timeout(timeout),
     )
     given = None if grad_outputs is None else _listed(grad_outputs)
-    pairs = worker.engine.run(found, _roots(outputs, given), how, inputs)
+    pairs = worker.engine.run(found, make_roots(outputs, given), how, inputs)
     gradients = {id(tensor): gradient for tensor, gradient in pairs}
     result = tuple(gradients.get(id(tensor)) for tensor in inputs)
     if not allow_unused and None in [None if g is None else 0 for g in result]:
@@ -112,32 +111,6 @@ def grad(
 
 def _listed(tensors: Any) -> list[Any]:
     return [tensors] if isinstance(tensors, Tensor) else list(tensors)
-
-
-def _roots(tensors: Sequence[Tensor], gradients: Sequence[Tensor | None] | None) -> list[Root]:
-    if not tensors:
-        raise ValueError("No tensors provided for gradient computation.")
-    given = gradients if gradients is not None else [None] * len(tensors)
-    if len(given) != len(tensors):
-        raise ValueError(f"{len(tensors)} roots, but {len(given)} gradients for them")
-    roots = []
-    for tensor, gradient in zip(tensors, given, strict=True):
-        if not tensor.requires_grad:
-            raise ValueError(f"requires_grad not set on root {tensor!r}")
-        if gradient is None and tensor.numel() != 1:
-            raise ValueError(
-                f"root of shape {tuple(tensor.shape)} is not a scalar, all roots need to be scalar "
-                "unless grad_tensors gives their gradients"
-            )
-        if tensor.grad_fn is None:
-            raise ValueError("a root does not have a valid gradient function: it is a leaf")
-        if gradient is not None and gradient.shape != tensor.shape:
-            raise ValueError(
-                f"a root of shape {tuple(tensor.shape)} has a gradient of shape "
-                f"{tuple(gradient.shape)}"
-            )
-        roots.append(Root(tensor, torch.ones_like(tensor) if gradient is None else gradient))
-    return roots
 
 
 def get_gradients(context_id: int) -> dict[Tensor, Tensor]:

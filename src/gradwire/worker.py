@@ -15,6 +15,8 @@ from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import Any
 
+from torch import Tensor
+
 from gradwire import current
 from gradwire.agent.agent import Agent
 from gradwire.agent.calls import Calls
@@ -25,6 +27,8 @@ from gradwire.config import UNSET_TIMEOUT, Options
 from gradwire.errors import SetupError
 from gradwire.gradients.context import Contexts
 from gradwire.gradients.engine import Engine
+from gradwire.gradients.graph import make_roots
+from gradwire.gradients.passes import How
 from gradwire.gradients.recorder import Recorder
 from gradwire.ids import WorkerInfo
 from gradwire.refs.protocol import Refs
@@ -106,6 +110,9 @@ class Worker:
         self.refs = Refs(self.agent, self.calls)
         self.contexts = Contexts(self.info.id)
         self.engine = Engine(self.agent, self.contexts)
+        self.refs.differentiate = self._differentiate
+        #: Held while parameters of this worker are changed, or copied to be saved.
+        self.parameters_lock = threading.Lock()
         self.agent.interceptors.append(Recorder(self.contexts, self.engine))
         self._farewell = Farewell(self.agent)
         try:
@@ -167,6 +174,10 @@ class Worker:
     def rref(self, value: Any) -> RRef[Any]:
         """A reference to a value of this worker, to be given to others."""
         return self.agent.run_in_context(lambda: RRef(value))
+
+    def _differentiate(self, root: Tensor, context_id: int, retain_graph: bool) -> None:
+        how = How(retain_graph, seconds=self.agent.timeout(UNSET_TIMEOUT))
+        self.engine.run(self.contexts.get(context_id), make_roots([root]), how)
 
     # -- the group
 

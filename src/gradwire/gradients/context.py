@@ -82,8 +82,13 @@ class Context:
         with self.lock:
             for leaf, gradient in gradients:
                 found = self._gradients.get(id(leaf))
-                total = gradient if found is None else found[1] + gradient
-                self._gradients[id(leaf)] = (leaf, total)
+                if found is not None:
+                    # Torch adds a sparse tensor to a dense one, but not the other way round.
+                    one, other = (
+                        (gradient, found[1]) if found[1].is_sparse else (found[1], gradient)
+                    )
+                    gradient = one + other
+                self._gradients[id(leaf)] = (leaf, gradient)
 
     def gradients(self) -> dict[Tensor, Tensor]:
         with self.lock:

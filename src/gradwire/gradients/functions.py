@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import GradientEdge
 
 Gradients = Sequence["Tensor | None"]
 
@@ -62,6 +63,10 @@ class Send:
             with torch.inference_mode(False), torch.enable_grad():
                 self.ends = self._make_ends(tensors)
 
+    def edge(self, position: int) -> GradientEdge:
+        """What the gradient of one of the tensors goes into."""
+        return GradientEdge(*self.ends[position].grad_fn.next_functions[0])  # type: ignore[union-attr]
+
     @staticmethod
     def _make_ends(tensors: Sequence[Tensor]) -> list[Tensor]:
         return [_without_memory(_like(tensor)) for tensor in tensors]
@@ -80,13 +85,13 @@ class Recv:
 
     def take(self, tensor: Tensor) -> Tensor:
         """One of its tensors, a leaf still; gives the one that user code gets to see."""
-        # By number: a hook that knew its message would keep it, and itself, alive.
-        tensor._backward_hooks = {0: partial(_reached, self.id, len(self.anchors))}
         if torch.is_grad_enabled():
             arrived = _like(tensor)
         else:
             with torch.enable_grad():
                 arrived = _like(tensor)
+        # By number: a hook that knew its message would keep it, and itself, alive.
+        arrived.grad_fn.register_prehook(partial(_reached, self.id, len(self.anchors)))  # type: ignore[union-attr]
         self._shapes.append(tensor.shape)
         self.anchors.append(_without_memory(tensor))
         return arrived
@@ -114,11 +119,15 @@ _ADVICE = (
 )
 
 
-def _reached(message: int, position: int, gradient: Tensor | None) -> None:
+def _reached(message: int, position: int, gradients: tuple[Tensor | None]) -> tuple[None] | None:
     deliver = running.deliver
     if deliver is None:
         raise RuntimeError(_ADVICE)
-    deliver(message, position, gradient)
+    deliver(message, position, gradients[0])
+    # It has been taken; what is behind the alias cannot handle a sparse one.
+    return (
+        (None,) if gradients[0] is not None and gradients[0].layout is not torch.strided else None
+    )
 
 
 def make_gate(send: Send) -> Tensor:

@@ -30,6 +30,35 @@ class Root:
     gradient: Tensor
 
 
+def make_roots(
+    tensors: Sequence[Tensor], gradients: Sequence[Tensor | None] | None = None
+) -> list[Root]:
+    """Check what backward is called on."""
+    if not tensors:
+        raise ValueError("No tensors provided for gradient computation.")
+    given = gradients if gradients is not None else [None] * len(tensors)
+    if len(given) != len(tensors):
+        raise ValueError(f"{len(tensors)} roots, but {len(given)} gradients for them")
+    roots = []
+    for tensor, gradient in zip(tensors, given, strict=True):
+        if not tensor.requires_grad:
+            raise ValueError(f"requires_grad not set on root {tensor!r}")
+        if gradient is None and tensor.numel() != 1:
+            raise ValueError(
+                f"root of shape {tuple(tensor.shape)} is not a scalar, all roots need to be scalar "
+                "unless grad_tensors gives their gradients"
+            )
+        if tensor.grad_fn is None:
+            raise ValueError("a root does not have a valid gradient function: it is a leaf")
+        if gradient is not None and gradient.shape != tensor.shape:
+            raise ValueError(
+                f"a root of shape {tuple(tensor.shape)} has a gradient of shape "
+                f"{tuple(gradient.shape)}"
+            )
+        roots.append(Root(tensor, torch.ones_like(tensor) if gradient is None else gradient))
+    return roots
+
+
 Source = Root | Send
 #: A recv, and which of its tensors.
 Anchor = tuple[Recv, int]

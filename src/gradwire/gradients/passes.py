@@ -32,6 +32,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import GradientEdge
 from torch.autograd.graph import _engine_run_backward as run_backward
 
 from gradwire.agent.futures import Future
@@ -59,12 +60,12 @@ NO_CHILD, CHILD, CHILD_DONE = range(3)
 class How(NamedTuple):
     """What kind of a pass it is; everybody who takes part must know."""
 
-    retain_graph: bool
-    create_graph: bool
+    retain_graph: bool = False
+    create_graph: bool = False
     #: Gradients are wanted for given tensors where the pass was started, and for no leaves.
-    for_inputs: bool
+    for_inputs: bool = False
     #: How long it may take from now on; 0: for ever.
-    seconds: float
+    seconds: float = 0.0
 
 
 class _RegionState:
@@ -289,7 +290,7 @@ class Pass:
     def _run(self, state: _RegionState) -> None:
         region, how = state.region, self.how
         into_grad = self.context.into_grad and not how.for_inputs
-        outputs: list[Tensor] = []
+        outputs: list[Tensor | GradientEdge] = []
         seeds: list[Tensor | None] = []
         gates: list[Send] = []
         with self._lock:
@@ -301,9 +302,9 @@ class Pass:
                     gates.append(source)
                 else:
                     answer = self._answers[source.id] or ()
-                    for end, gradient in zip(source.ends, answer, strict=False):
+                    for position, gradient in enumerate(answer):
                         if gradient is not None:
-                            outputs.append(end)
+                            outputs.append(source.edge(position))
                             seeds.append(gradient)
             anchors = [
                 recv.let_accumulate(position) if into_grad else recv.anchors[position]
@@ -364,7 +365,11 @@ class Pass:
                 self._wait_until(lambda: send.id in self._answers)
         if self.error is not None:
             raise GradwireError("the backward pass was given up") from self.error
-        answer = self._answers[send.id] or []
+        # Torch has no sparse gradients of an alias, which is what the gate leads to.
+        answer = [
+            gradient.to_dense() if gradient is not None and gradient.is_sparse else gradient
+            for gradient in self._answers[send.id] or ()
+        ]
         return answer + [None] * (len(send.ends) - len(answer))
 
     def _drive_elsewhere(self) -> None:

@@ -21,8 +21,11 @@ from __future__ import annotations
 import threading
 import weakref
 from collections import deque
+from collections.abc import Callable
 from functools import partial
 from typing import Any
+
+from torch import Tensor
 
 from gradwire.agent.agent import Agent
 from gradwire.agent.calls import ASYNC_MARK, Calls, Deferred
@@ -30,6 +33,7 @@ from gradwire.agent.exceptions import detach
 from gradwire.agent.futures import Future
 from gradwire.agent.peers import Peer
 from gradwire.agent.service import Request
+from gradwire.config import UNSET_TIMEOUT
 from gradwire.errors import CallError, CallTimeout, GradwireError
 from gradwire.ids import IdSource, WorkerInfo
 from gradwire.refs.rref import RRef
@@ -58,6 +62,9 @@ class Refs:
         self._children: dict[int, tuple[RRef[Any], int | None]] = {}
         self._dropped: deque[tuple[WorkerInfo, int, int, Future[Any] | None]] = deque()
         self._closed = False
+        #: Runs a backward pass in a context, from a tensor of ours. Set by the worker, since the
+        #: room of gradients is above this one.
+        self.differentiate: Callable[[Tensor, int, bool], None]
         agent.codec.teach(RRef, "rref", self._take_apart, self._rebuild)
         agent.handle(Kind.PYTHON_REMOTE_CALL, self._serve_remote, runs_user_code=True)
         agent.handle(Kind.PYTHON_RREF_FETCH_CALL, self._serve_fetch)
@@ -219,6 +226,21 @@ class Refs:
     ) -> tuple[Peer, Any, tuple[Any, ...], dict[str, Any], float]:
         owner, arguments = self._agent.peers.find(rref._owner), (rref, name, args, kwargs)
         return owner, call_method, arguments, {}, self._agent.timeout(timeout)
+
+    def backward(self, rref: RRef[Any], context_id: int, retain_graph: bool) -> None:
+        if rref._owned is None:
+            owner, timeout = self._agent.peers.find(rref._owner), self._agent.timeout(UNSET_TIMEOUT)
+            self._calls.sync(owner, RRef.backward, (rref, context_id, retain_graph), {}, timeout)
+            return
+        root = rref.local_value()
+        if not isinstance(root, Tensor):
+            raise GradwireError(
+                f"RRef should contain a tensor for .backward(); it has a {type(root).__name__}"
+            )
+        if context_id == -1:
+            root.backward(retain_graph=retain_graph)  # type: ignore[no-untyped-call]
+        else:
+            self.differentiate(root, context_id, retain_graph)
 
     # -- sending and receiving references
 

@@ -116,6 +116,24 @@ class RRef(Generic[T]):
         """A proxy whose methods run on the owner and give an RRef to the result there."""
         return _Proxy(self, self._refs.remote_method, timeout)
 
+    # -- gradients
+
+    def backward(self, dist_autograd_ctx_id: int = -1, retain_graph: bool = False) -> None:
+        """Run a backward pass from the value, a scalar tensor, on its owner. With the id of a
+        context the gradients are collected there, on every worker; without one the pass is an
+        ordinary one of this process, into `.grad`, and only the owner can start it.
+
+            >>> with autograd.context() as context_id:                  # doctest: +SKIP
+            ...     loss = rpc.remote("worker1", compute_loss, args=(x,))
+            ...     loss.backward(context_id)
+        """
+        if self._owned is None and dist_autograd_ctx_id == -1:
+            raise GradwireError(
+                "User RRefs require 'dist_autograd_ctx_id' to be specified: the value is on worker "
+                f"{self._owner.name!r}, so the pass needs a context, backward(context_id)"
+            )
+        self._refs.backward(self, dist_autograd_ctx_id, retain_graph)
+
     # -- its life
 
     def __del__(self) -> None:

@@ -1,0 +1,511 @@
+"""Training across workers changes parameters as the same training in one process does."""
+
+from __future__ import annotations
+
+import copy
+import io
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn, optim
+from torch.optim import lr_scheduler
+
+from gradwire import autograd, current, rpc
+from gradwire.errors import CallError, GradwireError
+from gradwire.optim import DistributedOptimizer
+from gradwire.testing import cluster
+from gradwire.worker import Worker
+from tests.processes import run_group
+
+
+@pytest.fixture
+def trio() -> Iterator[list[Worker]]:
+    with cluster(3) as workers:
+        token = current.enter(workers[0])
+        yield workers
+        current.exit(token)
+
+
+# -- a model of three layers: the first here, the others on worker1 and worker2
+
+
+def layer(number: int) -> nn.Module:
+    generator = torch.Generator().manual_seed(number)
+    made = nn.Linear(4, 4)
+    with torch.no_grad():
+        for parameter in made.parameters():
+            parameter.copy_(torch.rand(parameter.shape, generator=generator) - 0.5)
+    return made
+
+
+def parameters_of(module: rpc.RRef[nn.Module]) -> list[rpc.RRef[nn.Parameter]]:
+    return [rpc.RRef(parameter) for parameter in module.local_value().parameters()]
+
+
+def batches(count: int) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(99)
+    return [torch.rand(8, 4, generator=generator) for _ in range(count)]
+
+
+class Remote:
+    """The model across workers."""
+
+    def __init__(self) -> None:
+        homes = [rpc.get_worker_info().name, "worker1", "worker2"]
+        self.layers = [rpc.remote(home, layer, (n,)) for n, home in enumerate(homes)]
+        self.params = [
+            rref
+            for module in self.layers
+            for rref in rpc.rpc_sync(module.owner(), parameters_of, (module,))
+        ]
+
+    def loss(self, x: Tensor) -> Tensor:
+        for module in self.layers:
+            x = torch.tanh(module.rpc_sync().forward(x))
+        return x.square().mean()
+
+    def train(
+        self, optimizer: DistributedOptimizer, xs: list[Tensor], scheduler: Any = None
+    ) -> list[float]:
+        losses = []
+        for x in xs:
+            with autograd.context() as context_id:
+                loss = self.loss(x)
+                autograd.backward(context_id, [loss])
+                optimizer.step(context_id)
+            losses.append(loss.item())
+            if scheduler is not None:
+                advance(scheduler, losses[-1])
+        return losses
+
+    def values(self) -> list[Tensor]:
+        return [param.to_here().detach().clone() for param in self.params]
+
+
+class Local:
+    """The same model in one process."""
+
+    def __init__(self) -> None:
+        self.layers = [layer(n) for n in range(3)]
+        self.params = [param for module in self.layers for param in module.parameters()]
+
+    def train(
+        self, optimizer: optim.Optimizer, xs: list[Tensor], scheduler: Any = None
+    ) -> list[float]:
+        losses = []
+        for x in xs:
+            optimizer.zero_grad()
+            for module in self.layers:
+                x = torch.tanh(module(x))
+            loss = x.square().mean()
+            loss.backward()
+            optimizer.step()
+            losses.append(loss.item())
+            if scheduler is not None:
+                advance(scheduler, losses[-1])
+        return losses
+
+
+def advance(scheduler: Any, loss: float) -> None:
+    if isinstance(scheduler, lr_scheduler.ReduceLROnPlateau):
+        scheduler.step(loss)
+    else:
+        scheduler.step()
+
+
+def assert_equal(left: list[Tensor], right: list[Tensor]) -> None:
+    assert all(torch.equal(a, b) for a, b in zip(left, right, strict=True))
+
+
+# -- equality with one process
+
+
+@pytest.mark.parametrize(
+    ("kind", "settings"),
+    [
+        (optim.SGD, {"lr": 0.1}),
+        (optim.SGD, {"lr": 0.1, "momentum": 0.9, "nesterov": True, "weight_decay": 0.01}),
+        (optim.Adam, {"lr": 0.01, "amsgrad": True}),
+        (optim.AdamW, {"lr": 0.01}),
+        (optim.Adagrad, {"lr": 0.05}),
+        (optim.Adadelta, {}),
+        (optim.RMSprop, {"lr": 0.01}),
+        (optim.Rprop, {"lr": 0.01}),
+        (optim.NAdam, {"lr": torch.tensor(0.01)}),
+    ],
+    ids=lambda value: getattr(value, "__name__", ""),
+)
+def test_training_equals_that_of_one_process(
+    trio: list[Worker], kind: Any, settings: dict[str, Any]
+) -> None:
+    remote, local = Remote(), Local()
+    losses = remote.train(DistributedOptimizer(kind, remote.params, **settings), batches(4))
+    assert losses == local.train(kind(local.params, **settings), batches(4))
+    assert_equal(remote.values(), local.params)
+
+
+def test_training_equals_that_of_one_process_across_processes() -> None:
+    def body(rank: int) -> list[float] | None:
+        if rank:
+            return None
+        remote = Remote()
+        return remote.train(DistributedOptimizer(optim.Adam, remote.params, lr=0.05), batches(6))
+
+    local = Local()
+    expected = local.train(optim.Adam(local.params, lr=0.05), batches(6))
+    assert run_group(3, body)[0] == expected
+
+
+def test_groups_have_settings_of_their_own(trio: list[Worker]) -> None:
+    def grouped(params: list[Any]) -> list[dict[str, Any]]:
+        return [{"params": params[:3], "lr": 0.5}, {"params": params[3:], "momentum": 0.9}]
+
+    remote, local = Remote(), Local()
+    optimizer = DistributedOptimizer(optim.SGD, grouped(remote.params), lr=0.1)
+    assert [group["lr"] for group in optimizer.param_groups] == [0.5, 0.1]
+    remote.train(optimizer, batches(3))
+    local.train(optim.SGD(grouped(local.params), lr=0.1), batches(3))
+    assert_equal(remote.values(), local.params)
+
+
+class Table(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(6, 3, sparse=True)
+        nn.init.ones_(self.table.weight)
+
+    def forward(self, rows: Tensor) -> Tensor:
+        found: Tensor = self.table(rows)
+        return found
+
+
+def test_sparse_gradients_change_their_rows_alone(trio: list[Worker]) -> None:
+    remote, local = rpc.remote("worker1", Table), Table()
+    (weight,) = rpc.rpc_sync("worker1", parameters_of, (remote,))
+    remote_optimizer = DistributedOptimizer(optim.SparseAdam, [weight], lr=0.1)
+    local_optimizer = optim.SparseAdam(local.parameters(), lr=0.1)
+    for rows in (torch.tensor([0, 2, 2]), torch.tensor([2, 5])):
+        with autograd.context() as context_id:
+            autograd.backward(context_id, [remote.rpc_sync().forward(rows).square().sum()])
+            remote_optimizer.step(context_id)
+        local_optimizer.zero_grad()
+        local(rows).square().sum().backward()
+        local_optimizer.step()
+    assert torch.equal(weight.to_here(), local.table.weight)
+    assert torch.equal(local.table.weight[1], torch.ones(3))
+
+
+# -- schedulers
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda o: lr_scheduler.StepLR(o, 2, gamma=0.5),
+        lambda o: lr_scheduler.LambdaLR(o, lambda epoch: 1 / (1 + epoch)),
+        lambda o: lr_scheduler.CosineAnnealingLR(o, T_max=3),
+        lambda o: lr_scheduler.CosineAnnealingWarmRestarts(o, T_0=2),
+        lambda o: lr_scheduler.OneCycleLR(o, max_lr=0.5, total_steps=7),
+        lambda o: lr_scheduler.CyclicLR(o, base_lr=0.1, max_lr=0.3, step_size_up=2),
+        lambda o: lr_scheduler.ReduceLROnPlateau(o, patience=0, threshold=10.0),
+        lambda o: lr_scheduler.SequentialLR(
+            o, [lr_scheduler.LinearLR(o), lr_scheduler.ExponentialLR(o, 0.9)], [3]
+        ),
+        lambda o: lr_scheduler.ChainedScheduler(
+            [lr_scheduler.ConstantLR(o), lr_scheduler.PolynomialLR(o)]
+        ),
+    ],
+    ids=lambda _: "",
+)
+@pytest.mark.parametrize("lr", [0.1, torch.tensor(0.1)], ids=["float", "tensor"])
+def test_schedulers_work_as_they_are(
+    trio: list[Worker], make: Callable[[optim.Optimizer], Any], lr: Any
+) -> None:
+    remote, local = Remote(), Local()
+    settings = {"lr": lr, "momentum": 0.9, "foreach": False}
+    theirs = DistributedOptimizer(optim.SGD, remote.params, **settings)
+    ours = optim.SGD(local.params, **copy.deepcopy(settings))
+    schedules = make(theirs), make(ours)
+    losses = remote.train(theirs, batches(6), schedules[0])
+    assert losses == local.train(ours, batches(6), schedules[1])
+    assert schedules[0].get_last_lr() == schedules[1].get_last_lr()
+    assert_equal(remote.values(), local.params)
+
+
+class Counting(optim.SGD):
+    """Keeps a number of its own among its settings, as some optimizers do."""
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            group["steps"] = group.get("steps", 0) + 1
+        super().step(closure)
+
+
+def test_what_an_optimizer_notes_in_its_groups_is_its_own(trio: list[Worker]) -> None:
+    remote = Remote()
+    optimizer = DistributedOptimizer(Counting, remote.params, lr=0.1)
+    remote.train(optimizer, batches(3), lr_scheduler.StepLR(optimizer, 1))
+    assert optimizer.state_dict()["param_groups"][0]["steps"] == 3
+
+
+# -- checkpoints
+
+
+def saved(state: Any) -> Any:
+    file = io.BytesIO()
+    torch.save(state, file)
+    file.seek(0)
+    return torch.load(file)
+
+
+@pytest.mark.parametrize("kind", [optim.Adam, optim.SGD])
+def test_training_goes_on_where_a_checkpoint_was_made(trio: list[Worker], kind: Any) -> None:
+    settings = {"lr": 0.01} if kind is optim.Adam else {"lr": 0.1, "momentum": 0.9}
+    first = Remote()
+    optimizer = DistributedOptimizer(kind, first.params, **settings)
+    schedule = lr_scheduler.ExponentialLR(optimizer, 0.9)
+    first.train(optimizer, batches(3), schedule)
+    state, values = saved(optimizer.state_dict()), first.values()
+
+    second = Remote()
+    give(second.params, values)
+    other = DistributedOptimizer(kind, second.params, **settings)
+    other_schedule = lr_scheduler.ExponentialLR(other, 0.9)
+    other_schedule.load_state_dict(schedule.state_dict())
+    other.load_state_dict(state)
+    assert other.param_groups[0]["lr"] == optimizer.param_groups[0]["lr"]
+    assert first.train(optimizer, batches(6)[3:], schedule) == second.train(
+        other, batches(6)[3:], other_schedule
+    )
+    assert_equal(first.values(), second.values())
+
+
+def give(params: list[rpc.RRef[Any]], values: list[Tensor]) -> None:
+    for param, value in zip(params, values, strict=True):
+        rpc.rpc_sync(param.owner(), set_value, (param, value))
+
+
+def set_value(param: rpc.RRef[Tensor], value: Tensor) -> None:
+    param.local_value().data.copy_(value)
+
+
+def test_checkpoints_are_those_of_one_process(trio: list[Worker]) -> None:
+    """A state moves between workers and a single process, in both directions."""
+    remote, local = Remote(), Local()
+    theirs = DistributedOptimizer(optim.Adam, remote.params[::-1], lr=0.01)
+    ours = optim.Adam(local.params[::-1], lr=0.01)
+    remote.train(theirs, batches(2))
+    local.train(ours, batches(2))
+    left, right = theirs.state_dict(), ours.state_dict()
+    assert left["param_groups"] == right["param_groups"]
+    assert left["state"].keys() == right["state"].keys()
+    for number, kept in right["state"].items():
+        assert all(torch.equal(left["state"][number][name], kept[name]) for name in kept)
+    ours.load_state_dict(left)
+    theirs.load_state_dict(right)
+    assert remote.train(theirs, batches(2)) == local.train(ours, batches(2))
+
+
+def test_a_state_is_a_copy(trio: list[Worker]) -> None:
+    remote = Remote()
+    optimizer = DistributedOptimizer(optim.Adam, remote.params, lr=0.1)
+    remote.train(optimizer, batches(1))
+    before = optimizer.state_dict()["state"]
+    kept = {number: dict(entry) for number, entry in saved(before).items()}
+    remote.train(optimizer, batches(2))
+    for number, entry in kept.items():
+        assert all(torch.equal(before[number][name], entry[name]) for name in entry)
+
+
+def test_a_state_that_does_not_fit_is_refused(trio: list[Worker]) -> None:
+    remote = Remote()
+    optimizer = DistributedOptimizer(optim.SGD, remote.params, lr=0.1)
+    state = DistributedOptimizer(optim.SGD, remote.params[:2], lr=0.1).state_dict()
+    with pytest.raises(ValueError, match=r"have \[2\] parameters, .* optimizer \[6\]"):
+        optimizer.load_state_dict(state)
+
+
+# -- gradients of others
+
+
+def test_the_parameters_own_gradients_stay(trio: list[Worker]) -> None:
+    weight = nn.Parameter(torch.ones(2))
+    weight.grad = torch.full((2,), 7.0)
+    kept = weight.grad
+    unused = nn.Parameter(torch.ones(2))
+    unused.grad = torch.full((2,), 8.0)
+    rrefs = [rpc.RRef(weight), rpc.RRef(unused)]
+    optimizer = DistributedOptimizer(optim.SGD, rrefs, lr=1.0, weight_decay=0.5)
+    with autograd.context() as context_id:
+        loss = rpc.rpc_sync("worker1", torch.sum, (weight * 2,))
+        autograd.backward(context_id, [loss])
+        optimizer.step(context_id)
+    assert weight.tolist() == [-1.5, -1.5]
+    assert weight.grad is kept
+    assert kept.tolist() == [7.0, 7.0]
+    assert unused.tolist() == [1.0, 1.0], "it has no gradient in this context"
+    assert unused.grad.tolist() == [8.0, 8.0]
+
+
+def test_a_context_without_gradients_changes_nothing(trio: list[Worker]) -> None:
+    remote = Remote()
+    optimizer = DistributedOptimizer(optim.SGD, remote.params, lr=0.1, weight_decay=0.1)
+    before = remote.values()
+    with autograd.context() as context_id:
+        optimizer.step(context_id)
+    assert_equal(remote.values(), before)
+    with pytest.raises(GradwireError, match="Could not find autograd context"):
+        optimizer.step(context_id)
+
+
+class Meets(optim.SGD):
+    """Notices when another step runs at the same time."""
+
+    meeting = threading.Barrier(2)
+    met = False
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        try:
+            Meets.meeting.wait(0.1)
+            Meets.met = True
+        except threading.BrokenBarrierError:
+            Meets.meeting.reset()
+        super().step(closure)
+
+
+@pytest.mark.parametrize(("kind", "steps", "trainers"), [(Meets, 1, 3), (optim.SGD, 10, 6)])
+def test_trainers_that_share_parameters_take_turns(
+    trio: list[Worker], kind: Any, steps: int, trainers: int
+) -> None:
+    """They add whole numbers: the sum is the same in every order, if none gets lost."""
+    weight = rpc.remote("worker1", nn.Parameter, (torch.zeros(64, 64),))
+    for worker in trio:
+        rpc.rpc_sync(worker.name, remember, (weight,))
+
+    def train(number: int) -> None:
+        current.enter(trio[number % 3])
+        mine = WEIGHTS[number % 3]
+        optimizer = DistributedOptimizer(kind, [mine], lr=1.0)
+        for _ in range(steps):
+            with autograd.context() as context_id:
+                loss = rpc.rpc_sync("worker1", total, (mine,))
+                autograd.backward(context_id, [loss * -(number + 1)])
+                optimizer.step(context_id)
+
+    with ThreadPoolExecutor(trainers) as threads:
+        for done in [threads.submit(train, number) for number in range(trainers)]:
+            done.result()
+    WEIGHTS.clear()
+    assert not Meets.met
+    expected = float(steps * sum(range(1, trainers + 1)))
+    assert torch.equal(weight.to_here(), torch.full((64, 64), expected))
+
+
+WEIGHTS: dict[int, rpc.RRef[Tensor]] = {}
+
+
+def remember(weight: rpc.RRef[Tensor]) -> None:
+    WEIGHTS[rpc.get_worker_info().id] = weight
+
+
+def total(weight: rpc.RRef[Tensor]) -> Tensor:
+    return weight.local_value().sum()
+
+
+# -- failures
+
+
+class Fails(optim.SGD):
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        raise ZeroDivisionError(f"no step on {rpc.get_worker_info().name}")
+
+
+class FailsElsewhere(optim.SGD):
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        if rpc.get_worker_info().name == "worker1":
+            raise ZeroDivisionError("no step today")
+        super().step(closure)
+
+
+class CannotBeMade(optim.SGD):
+    def __init__(self, params: Any):
+        raise LookupError("cannot be made")
+
+
+def test_all_owners_that_fail_are_named(trio: list[Worker]) -> None:
+    remote = Remote()
+    with pytest.raises(ZeroDivisionError, match="no step on worker0") as caught:
+        remote.train(DistributedOptimizer(Fails, remote.params, lr=0.1), batches(1))
+    cause = str(caught.value.__cause__)
+    assert "3 of 3 workers failed" in cause
+    assert all(f"worker 'worker{n}'" in cause for n in range(3))
+    assert all(f"no step on worker{n}" in cause for n in range(3))
+
+
+def test_one_owner_that_fails_does_not_stop_the_others(trio: list[Worker]) -> None:
+    remote = Remote()
+    before = remote.values()
+    with pytest.raises(ZeroDivisionError, match="no step today") as caught:
+        remote.train(DistributedOptimizer(FailsElsewhere, remote.params, lr=0.1), batches(1))
+    assert 'on worker "worker1"' in str(caught.value.__cause__)
+    changed = [not torch.equal(a, b) for a, b in zip(before, remote.values(), strict=True)]
+    assert changed == [True, True, False, False, True, True]
+
+
+def test_bad_arguments_are_told_when_it_is_made(trio: list[Worker]) -> None:
+    remote = Remote()
+    with pytest.raises(LookupError, match="cannot be made"):
+        DistributedOptimizer(CannotBeMade, remote.params)
+    with pytest.raises(ValueError, match="Invalid learning rate"):
+        DistributedOptimizer(optim.SGD, remote.params, lr=-1.0)
+    with pytest.raises(ValueError, match="nothing to optimize"):
+        DistributedOptimizer(optim.SGD, [], lr=0.1)
+    with pytest.raises(TypeError, match=r"not a Parameter: RRef\(parameter\)"):
+        DistributedOptimizer(optim.SGD, [nn.Parameter(torch.ones(1))], lr=0.1)  # type: ignore[list-item]
+    with pytest.raises(NotImplementedError, match="all its parameter groups"):
+        DistributedOptimizer(optim.SGD, remote.params, lr=0.1).add_param_group({"params": []})
+
+
+def test_a_lost_owner_is_named() -> None:
+    with cluster(3, graceful=False) as workers:
+        token = current.enter(workers[0])
+        remote = Remote()
+        optimizer = DistributedOptimizer(optim.SGD, remote.params, lr=0.1)
+        with autograd.context() as context_id:
+            autograd.backward(context_id, [remote.loss(batches(1)[0])])
+            workers[2].shutdown(graceful=False)
+            with pytest.raises(CallError, match="worker2"):
+                optimizer.step(context_id)
+        current.exit(token)
+
+
+# -- life
+
+
+def test_an_optimizer_can_be_sent(trio: list[Worker]) -> None:
+    remote, local = Remote(), Local()
+    optimizer = DistributedOptimizer(optim.SGD, remote.params, lr=0.1, momentum=0.9)
+    for x in batches(2):
+        with autograd.context() as context_id:
+            autograd.backward(context_id, [remote.loss(x)])
+            rpc.rpc_sync("worker2", step, (optimizer, context_id))
+    local.train(optim.SGD(local.params, lr=0.1, momentum=0.9), batches(2))
+    assert_equal(remote.values(), local.params)
+
+
+def step(optimizer: DistributedOptimizer, context_id: int) -> None:
+    optimizer.step(context_id)
+
+
+def test_hooks_around_steps_run(trio: list[Worker]) -> None:
+    remote = Remote()
+    optimizer = DistributedOptimizer(optim.SGD, remote.params, lr=0.1)
+    seen: list[str] = []
+    optimizer.register_step_pre_hook(lambda *_: seen.append("before"))
+    optimizer.register_step_post_hook(lambda *_: seen.append("after"))
+    remote.train(optimizer, batches(2))
+    assert seen == ["before", "after"] * 2

@@ -1,0 +1,256 @@
+"""A remote module behaves like a module that happens to live elsewhere."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn, optim
+
+from gradwire import autograd, current, rpc
+from gradwire.errors import EncodingError, UnknownWorkerError
+from gradwire.nn import RemoteModule
+from gradwire.optim import DistributedOptimizer
+from gradwire.testing import cluster
+from gradwire.worker import Worker
+from tests.processes import run_group
+
+
+@pytest.fixture
+def trio() -> Iterator[list[Worker]]:
+    with cluster(3) as workers:
+        token = current.enter(workers[0])
+        yield workers
+        current.exit(token)
+
+
+class Scale(nn.Module):
+    def __init__(self, factor: float, *, bias: float = 0.0):
+        super().__init__()
+        self.factor = nn.Parameter(torch.tensor(factor))
+        self.inner = nn.Module()
+        self.inner.bias = nn.Parameter(torch.tensor(bias))
+        self.register_buffer("calls", torch.tensor(0))
+
+    def forward(self, x: Tensor, *, times: int = 1) -> Tensor:
+        self.calls += 1
+        return (x * self.factor + self.inner.bias) * times
+
+
+def training_of(module: rpc.RRef[nn.Module]) -> bool:
+    return module.local_value().training
+
+
+# -- where it is
+
+
+@pytest.mark.parametrize(
+    ("place", "worker"),
+    [
+        ("worker1", "worker1"),
+        ("worker1/cpu", "worker1"),
+        ("rank:2", "worker2"),
+        ("rank:2/cpu", "worker2"),
+        ("cpu", "worker0"),
+        (torch.device("cpu"), "worker0"),
+    ],
+)
+def test_the_place_of_a_module(trio: list[Worker], place: Any, worker: str) -> None:
+    remote = RemoteModule(place, Scale, (2.0,), {"bias": 1.0})
+    assert remote.on == remote.get_module_rref().owner_name() == worker
+    assert remote.device == "cpu"
+    assert repr(remote) == f"RemoteModule({worker}/cpu)"
+    assert remote(torch.ones(2)).tolist() == [3.0, 3.0]
+    assert remote.forward(torch.ones(2), times=2).tolist() == [6.0, 6.0]
+    assert remote.forward_async(torch.ones(2), times=3).wait().tolist() == [9.0, 9.0]
+
+
+@pytest.mark.parametrize("place", ["", "/cpu", "worker1/", "worker1/nowhere", "worker1/cpu/0"])
+def test_bad_places_are_refused(trio: list[Worker], place: str) -> None:
+    with pytest.raises(ValueError, match="write 'worker1', 'worker1/cuda:0'"):
+        RemoteModule(place, Scale, (2.0,))
+
+
+def test_unknown_places_and_bad_modules_are_refused(trio: list[Worker]) -> None:
+    for place in ("nobody", "rank:9", "rank:one"):
+        with pytest.raises(UnknownWorkerError, match="could not find destination"):
+            RemoteModule(place, Scale, (2.0,))
+    with pytest.raises(TypeError, match="remote_device is a str, not a int"):
+        RemoteModule(1, Scale, (2.0,))  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="must be a class of nn"):
+        RemoteModule("worker1", dict)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="but made a Tensor"):
+        RemoteModule("worker1", torch.ones, (2,)).forward()  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="unexpected keyword argument 'colour'"):
+        RemoteModule("worker1", Scale, (2.0,), {"colour": "red"}).remote_parameters()
+
+
+# -- gradients
+
+
+def test_training_equals_that_of_a_local_module(trio: list[Worker]) -> None:
+    remote, local = RemoteModule("worker1", Scale, (2.0,)), Scale(2.0)
+    here, local_here = nn.Linear(3, 3), nn.Linear(3, 3)
+    local_here.load_state_dict(here.state_dict())
+    model, local_model = nn.Sequential(here, remote), nn.Sequential(local_here, local)
+    rrefs = [rpc.RRef(p) for p in model.parameters()] + remote.remote_parameters()
+    optimizer = DistributedOptimizer(optim.Adam, rrefs, lr=0.1)
+    local_optimizer = optim.Adam(local_model.parameters(), lr=0.1)
+    for seed in range(4):
+        x = torch.rand(5, 3, generator=torch.Generator().manual_seed(seed))
+        with autograd.context() as context_id:
+            loss = model(x).square().sum()
+            autograd.backward(context_id, [loss])
+            optimizer.step(context_id)
+        local_optimizer.zero_grad()
+        local_loss = local_model(x).square().sum()
+        local_loss.backward()
+        local_optimizer.step()
+        assert torch.equal(loss, local_loss)
+    left, right = model.state_dict(), local_model.state_dict()
+    assert left.keys() == right.keys()
+    assert all(torch.equal(left[key], right[key]) for key in left)
+
+
+def test_parameters_are_given_as_references(trio: list[Worker]) -> None:
+    remote = RemoteModule("worker1", Scale, (2.0,), {"bias": 1.0})
+    assert [rref.to_here().item() for rref in remote.remote_parameters()] == [2.0, 1.0]
+    assert [rref.to_here().item() for rref in remote.remote_parameters(recurse=False)] == [2.0]
+    remote.requires_grad_(False)
+    assert not any(rref.to_here().requires_grad for rref in remote.remote_parameters())
+
+
+# -- as part of a local module
+
+
+def test_a_local_module_may_contain_it(trio: list[Worker]) -> None:
+    remote = RemoteModule("worker1", Scale, (2.0,))
+    model = nn.Sequential(nn.Linear(2, 2), remote)
+    assert len(list(model.parameters())) == 2, "the local ones"
+    assert list(model.modules()) == [model, model[0], remote]
+    assert "RemoteModule(worker1/cpu)" in repr(model)
+    model.eval()
+    assert not rpc.rpc_sync("worker1", training_of, (remote.module_rref,))
+    assert model.train() is model
+    assert rpc.rpc_sync("worker1", training_of, (remote.module_rref,))
+    model.to(torch.float64).to(torch.float32)
+
+
+def test_its_state_is_part_of_the_state_of_the_whole(trio: list[Worker]) -> None:
+    def whole(remote: bool) -> nn.Module:
+        parts = nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3))
+        return nn.Sequential(RemoteModule("worker1", copy.deepcopy, (parts,)) if remote else parts)
+
+    remote, local = whole(True), whole(False)
+    saved = local.state_dict()
+    assert remote.load_state_dict(saved).missing_keys == []
+    found = remote.state_dict()
+    assert found.keys() == saved.keys()
+    assert all(torch.equal(found[key], saved[key]) for key in found)
+    assert found._metadata["0.1"] == saved._metadata["0.1"]  # type: ignore[attr-defined]
+    assert local.load_state_dict(found).missing_keys == []
+    assert remote.load_state_dict(found).missing_keys == []
+    assert remote[0].load_state_dict(remote[0].state_dict()).missing_keys == []
+    remote[0].train()
+    remote(torch.rand(4, 2))
+    assert found["0.1.num_batches_tracked"] == 0, "it is a copy"
+    assert remote.state_dict()["0.1.num_batches_tracked"] == 1
+
+
+def test_a_state_that_does_not_fit_is_refused(trio: list[Worker]) -> None:
+    model = nn.Sequential(RemoteModule("worker1", nn.Linear, (2, 3)))
+    weight, bias = torch.ones(3, 2), torch.ones(3)
+    with pytest.raises(RuntimeError, match=r"Missing key.*0\.bias"):
+        model.load_state_dict({"0.weight": weight})
+    with pytest.raises(RuntimeError, match=r"Unexpected key.*0\.colour"):
+        model.load_state_dict({"0.weight": weight, "0.bias": bias, "0.colour": bias})
+    with pytest.raises(RuntimeError, match=r"on worker 'worker1'.*\s.*size mismatch for weight"):
+        model.load_state_dict({"0.weight": torch.ones(7, 7), "0.bias": bias})
+    result = model.load_state_dict({"0.weight": weight, "0.colour": bias}, strict=False)
+    assert (result.missing_keys, result.unexpected_keys) == (["0.bias"], ["0.colour"])
+
+
+def test_what_would_not_reach_the_module_is_refused(trio: list[Worker]) -> None:
+    remote = RemoteModule("worker1", Scale, (2.0,))
+    for name in ("parameters", "named_parameters"):
+        with pytest.raises(ValueError, match=rf"^{name}\(\).*'worker1': use remote_parameters"):
+            getattr(remote, name)()
+    for name in ("to", "cuda", "cpu", "float", "double", "half", "bfloat16", "type"):
+        with pytest.raises(ValueError, match="remote_device says where"):
+            getattr(remote, name)("cpu")
+    for name in ("apply", "add_module", "register_buffer", "register_forward_hook", "buffers"):
+        with pytest.raises(ValueError, match="call on that worker"):
+            getattr(remote, name)("x", None)
+
+
+# -- sharing it
+
+
+def use(remote: RemoteModule, x: Tensor) -> tuple[Tensor, str, bool]:
+    return remote(x), remote.on, remote.training
+
+
+def test_it_can_be_sent_to_other_workers(trio: list[Worker]) -> None:
+    remote = RemoteModule("worker1", Scale, (2.0,)).eval()
+    x = torch.ones(2, requires_grad=True)
+    with autograd.context() as context_id:
+        y, on, training = rpc.rpc_sync("worker2", use, (remote, x))
+        assert (on, training) == ("worker1", False)
+        autograd.backward(context_id, [y.sum()])
+        assert autograd.get_gradients(context_id)[x].tolist() == [2.0, 2.0]
+    assert remote.state_dict()["calls"] == 1
+    with pytest.raises(EncodingError, match="only be pickled when using RPC"):
+        pickle.dumps(remote)
+
+
+def test_many_can_share_a_module(trio: list[Worker]) -> None:
+    rref = rpc.remote("worker1", Scale, (3.0,))
+    first, second = (RemoteModule.init_from_module_rref("worker1/cpu", rref) for _ in range(2))
+    assert first(torch.ones(1)) == second(torch.ones(1)) == 3.0
+    assert first.module_rref is second.module_rref is rref
+    assert second.state_dict()["calls"] == 2
+    assert RemoteModule.init_from_module_rref("worker2", rref).on == "worker1", "where it is"
+
+
+def linear(seed: int, inputs: int, outputs: int) -> nn.Module:
+    torch.manual_seed(seed)
+    return nn.Linear(inputs, outputs)
+
+
+def test_a_model_across_processes_learns() -> None:
+    def body(rank: int) -> list[float] | None:
+        if rank:
+            return None
+        model = nn.Sequential(
+            RemoteModule("worker1", linear, (1, 2, 16)),
+            nn.Tanh(),
+            RemoteModule("worker2", linear, (2, 16, 1)),
+        )
+        rrefs = [*model[0].remote_parameters(), *model[2].remote_parameters()]
+        optimizer = DistributedOptimizer(optim.Adam, rrefs, lr=0.05)
+        losses = []
+        for _ in range(10):
+            with autograd.context() as context_id:
+                loss = (model(x) - y).square().mean()
+                autograd.backward(context_id, [loss])
+                optimizer.step(context_id)
+            losses.append(loss.item())
+        return losses
+
+    x = torch.rand(64, 2, generator=torch.Generator().manual_seed(3))
+    y = x.prod(1, keepdim=True)
+    local = nn.Sequential(linear(1, 2, 16), nn.Tanh(), linear(2, 16, 1))
+    optimizer = optim.Adam(local.parameters(), lr=0.05)
+    expected = []
+    for _ in range(10):
+        optimizer.zero_grad()
+        loss = (local(x) - y).square().mean()
+        loss.backward()
+        optimizer.step()
+        expected.append(loss.item())
+    assert expected[-1] < expected[0]
+    assert run_group(3, body)[0] == expected
