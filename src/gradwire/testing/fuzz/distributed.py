@@ -17,7 +17,7 @@ from torch import Tensor
 
 from gradwire import autograd, rpc
 from gradwire.testing.fuzz.local import Outcome
-from gradwire.testing.fuzz.operations import arrived, soften
+from gradwire.testing.fuzz.operations import arrived, soften, thick, thin
 from gradwire.testing.fuzz.programs import Body, Episode, Pass, Program, Step
 from gradwire.testing.fuzz.running import (
     Bench,
@@ -53,6 +53,10 @@ class RemoteWorld:
         body, how = step.bodies[0], step.how
         to, call = body.worker, (self._run, body, arguments)
         if how == "sync":
+            results = rpc.rpc_sync(to, run_here, args=call)
+            return lambda: results
+        if how == "sparse":
+            call = (self._run, body, [thin(argument) for argument in arguments])
             results = rpc.rpc_sync(to, run_here, args=call)
             return lambda: results
         if how == "async":
@@ -99,6 +103,7 @@ class RemoteWorld:
 
 
 def run_here(run: Run, body: Body, arguments: list[Tensor]) -> list[Tensor]:
+    arguments = [thick(argument) for argument in arguments]
     return run_body(body, arrived(arguments), RemoteWorld(run))
 
 

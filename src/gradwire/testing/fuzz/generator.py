@@ -17,13 +17,15 @@ from gradwire.testing.fuzz.programs import (
     Step,
     Way,
 )
-from gradwire.testing.fuzz.running import parameters_of
+from gradwire.testing.fuzz.running import WITH_ATTRIBUTE, parameters_of
 
 #: What programs do not do yet, and why. Take a line out when the reason is gone; until then
 #: ``--try NAME`` tells whether it is.
 NOT_YET: dict[str, str] = {
     "second order": "autograd.grad and backward(create_graph=True) are not there yet",
     "into_grad": "context(into_grad=True) is not there yet",
+    "sparse arguments": "sparse tensors arrive without the way back to where they came from",
+    "attributes": "so do parameters with attributes of their own",
     "none": "what led to a tensor that gets no gradient is run if it was sent along with one that "
     "does: leaves get zeros instead of None, hooks are called with None, and what was changed in "
     "place is found to be changed. While this line is here, `comparing` lets that pass",
@@ -61,6 +63,12 @@ class _Maker:
         self._key = 0
         precisions: list[Precision] = ["float64", "float32", "bfloat16"]
         self._precision = self._dice.choices(precisions, [80, 15, 5])[0]
+        self._parameters = parameters_of(self._precision)
+        if "attributes" in without:
+            self._parameters.remove(WITH_ATTRIBUTE)
+        self._ways: list[Way] = list(get_args(Way))
+        if "sparse arguments" in without:
+            self._ways.remove("sparse")
         #: How many calls there may still be: most programs are small, a few are large.
         self._calls = self._dice.choice([2, 4, 4, 8, 8, 16])
         #: Whether calls may be left that nobody waits for.
@@ -134,8 +142,7 @@ class _Maker:
         elif action == "inner":
             self._write_inner(writing, worker, depth)
         elif action == "parameter":
-            number = self._dice.choice(parameters_of(self._precision))
-            self._add(writing, Step("parameter", number=number))
+            self._add(writing, Step("parameter", number=self._dice.choice(self._parameters)))
         elif action in ("leaf", "hook"):
             inputs = self._inputs(writing, 1)
             self._add(writing, Step(action, inputs))
@@ -170,7 +177,7 @@ class _Maker:
         self._calls -= 1
         inputs = self._inputs(writing, 3) if writing.count and self._chance(0.9) else ()
         to = self._dice.randrange(self._workers)
-        how: Way = self._dice.choice(get_args(Way))
+        how = self._dice.choice(self._ways)
         bodies: tuple[Body, ...] = (self._body(to, len(inputs), depth - 1),)
         if how == "then":
             bodies += (self._body(worker, len(bodies[0].returns), min(1, depth - 1)),)

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from gradwire.testing.fuzz.operations import arrived, soften
+from gradwire.testing.fuzz.operations import arrived, soften, thick, thin
 from gradwire.testing.fuzz.programs import Body, Episode, Program, Step
 from gradwire.testing.fuzz.running import (
     Bench,
@@ -60,6 +60,8 @@ class LocalWorld:
         body = step.bodies[0]
         if "proxy" in step.how:  # the first argument travels ahead
             received = copies(arguments[:1]) + copies(arguments[1:])
+        elif step.how == "sparse":
+            received = [thick(x) for x in copies([thin(argument) for argument in arguments])]
         else:
             received = copies(arguments)
         there = LocalWorld(self._benches, body.worker)

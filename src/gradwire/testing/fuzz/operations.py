@@ -54,6 +54,15 @@ def soften(x: Tensor) -> Tensor:
     return x * 0.5 if x.is_floating_point() or x.is_complex() else x
 
 
+def thin(x: Tensor) -> Tensor:
+    """As a sparse tensor, if it has rows at all."""
+    return x.to_sparse() if x.dim() and x.is_floating_point() else x
+
+
+def thick(x: Tensor) -> Tensor:
+    return x.to_dense() if x.is_sparse else x
+
+
 def writable(x: Tensor) -> Tensor:
     """What may be changed in place: not a leaf, and not a view of one."""
     base = x if x._base is None else x._base

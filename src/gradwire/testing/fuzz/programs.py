@@ -22,6 +22,7 @@ Way = Literal[
     "async proxy",  # the same through rref.rpc_async()
     "remote proxy",  # the same through rref.remote()
     "deferred",  # an async_execution function of another worker calls, and computes when it has it
+    "sparse",  # rpc_sync, with arguments that travel as sparse tensors
     "then",  # rpc_async with a callback that runs a body where the caller is
 ]
 

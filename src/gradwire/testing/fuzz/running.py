@@ -28,6 +28,7 @@ class Kind:
     shape: tuple[int, ...]
     dtype: torch.dtype = torch.float64
     is_parameter: bool = False
+    has_attribute: bool = False
 
 
 #: The parameters that every worker has, each made when it is first used.
@@ -41,7 +42,10 @@ PARAMETERS = (
     Kind((64, 100)),  # large enough for a buffer of its own and shared memory
     Kind((3, 2), torch.float32),
     Kind((3,), torch.bfloat16),
+    Kind((4,), is_parameter=True, has_attribute=True),
 )
+#: Which of them has an attribute of its own, which makes torch pickle it in another way.
+WITH_ATTRIBUTE = 9
 
 
 def parameters_of(precision: Precision) -> list[int]:
@@ -88,6 +92,8 @@ class Bench:
         made = torch.randn(kind.shape, generator=maker, dtype=torch.float64)
         made = made.to(kind.dtype) * (1 + 0.5j if kind.dtype.is_complex else 1)
         made = torch.nn.Parameter(made) if kind.is_parameter else made.requires_grad_()
+        if kind.has_attribute:
+            made.label = name  # type: ignore[attr-defined]
         if dice.random() < 0.2:
             self._watch(name, made, 0.5)
         return made
