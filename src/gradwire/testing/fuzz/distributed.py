@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import itertools
 import threading
-from functools import partial
 from typing import Any
 
 import torch
@@ -183,10 +182,11 @@ def run_on_workers(program: Program) -> Outcome:
 
 def _run_episode(program: Program, episode: Episode, run: Run, outcome: Outcome) -> None:
     options = {"into_grad": True} if program.into_grad else {}
-    ask_all = partial(_ask_all, program.workers)
     with _autograd.context(**options) as context_id:
         world = RemoteWorld(run)
         results = run_body(episode.body, [], world)
+        if not program.in_flight:
+            _finish_abandoned(program, run)
         if episode.order != "first":
             outcome.results.append([result.detach().clone() for result in results])
             outcome.differentiated |= _run_second_order(
@@ -196,6 +196,8 @@ def _run_episode(program: Program, episode: Episode, run: Run, outcome: Outcome)
             for number, found in enumerate(episode.passes):
                 if number and episode.between is not None:
                     results = results + run_body(episode.between, results, world)
+                    if not program.in_flight:
+                        _finish_abandoned(program, run)
                 retain = number + 1 < len(episode.passes)
                 if found.worker:
                     call = (context_id, results, found, retain)
@@ -204,11 +206,16 @@ def _run_episode(program: Program, episode: Episode, run: Run, outcome: Outcome)
                     differentiated = start_pass(context_id, results, found, retain)
                 outcome.differentiated |= differentiated
             outcome.results.append([result.detach() for result in results])
+        _finish_abandoned(program, run)
+        found_there = _ask_all(program.workers, report, run, context_id, program.into_grad)
+        outcome.reports.append(found_there)
+
+
+def _finish_abandoned(program: Program, run: Run) -> None:
+    if any(step.action == "start" for step in program.steps()):
         # A call that has ended may have left others behind, on workers asked before.
-        while any(step.action == "start" for step in program.steps()):
-            if not any(ask_all(finish_abandoned, run)):
-                break
-        outcome.reports.append(ask_all(report, run, context_id, program.into_grad))
+        while any(_ask_all(program.workers, finish_abandoned, run)):
+            pass
 
 
 def _ask_all(workers: int, function: Any, *arguments: Any) -> list[Any]:

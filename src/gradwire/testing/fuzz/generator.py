@@ -24,6 +24,9 @@ from gradwire.testing.fuzz.running import WITH_ATTRIBUTE, parameters_of
 NOT_YET: dict[str, str] = {
     "second order": "autograd.grad and backward(create_graph=True) are not there yet",
     "into_grad": "context(into_grad=True) is not there yet",
+    "in flight": "a pass hangs when a call is still on its way to a worker whose part is done. "
+    "While this line is here, calls that nobody waits for end before a pass begins",
+    "sparse sums": "a sparse and then a dense gradient of one leaf, from two passes, are not added",
     "sparse arguments": "sparse tensors arrive without the way back to where they came from",
     "attributes": "so do parameters with attributes of their own",
     "none": "what led to a tensor that gets no gradient is run if it was sent along with one that "
@@ -91,18 +94,30 @@ class _Maker:
         episodes = [self._episode(into_grad)]
         if self._chance(0.1):
             episodes.append(self._episode(into_grad))
-        return Program(self._seed, self._workers, tuple(episodes), self._precision, into_grad)
+        return Program(
+            self._seed,
+            self._workers,
+            tuple(episodes),
+            self._precision,
+            into_grad,
+            "in flight" not in self._without,
+        )
 
     def _episode(self, into_grad: bool) -> Episode:
         order: Order = "first"
         if self._chance(0.25) and "second order" not in self._without:
             # What accumulates in place in `.grad` spoils the graph of gradients, locally too.
             order = "penalty" if into_grad else self._dice.choice(["penalty", "create"])
-        self._leave_out(_FIRST_ORDER_ONLY if order != "first" else set())
-        body = self._body(0, 0, depth=3, least=1)
         passes, between = [self._pass()], None
         if order == "first" and self._chance(0.3):
             passes.append(self._pass())
+        if order != "first":
+            self._leave_out(_FIRST_ORDER_ONLY)
+        elif len(passes) > 1 and "sparse sums" in self._without:
+            self._leave_out({"lookup"})
+        else:
+            self._leave_out(set())
+        body = self._body(0, 0, depth=3, least=1)
         if self._chance(0.5):
             if len(passes) > 1:
                 between = self._body(0, len(body.returns), depth=1, least=1)

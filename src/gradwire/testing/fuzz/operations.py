@@ -193,7 +193,8 @@ def _change(inputs: list[Tensor], number: int) -> list[Tensor]:
     elif number == 1:
         (x[..., :1] if x.dim() else x).mul_(3).add_(1)
     elif number == 2:
-        x.add_(squash(fit(inputs[-1], x)))
+        # Of a copy: a tensor that is in its own history is never freed, by torch alone either.
+        x.add_(squash(fit(inputs[-1], x) * 1))
     elif number == 3:
         (x.transpose(0, -1)[0] if x.dim() and x.numel() else x).neg_()
     else:
