@@ -84,12 +84,15 @@ def _compare(want: Report, got: Report, close: _Close, with_hooks: bool) -> Iter
     for name in sorted(want.hooks.keys() | got.hooks.keys()):
         count, total = want.hooks.get(name, (0, None))
         their_count, their_total = got.hooks.get(name, (0, None))
-        if count == their_count or (not close.strict and not _any(total)):
+        # A call too many with anything but zeros shows in the sum.
+        if count == their_count or not close.strict:
             yield from close(f"sum of the gradients that {name} saw", total, their_total)
         else:
             yield f"{name} was called {their_count} times instead of {count}"
-    if close.strict and want.calls_with_none != got.calls_with_none:
-        yield f"hooks got None: {got.calls_with_none} instead of {want.calls_with_none}"
+    # Torch calls hooks with None now and then. Less often is no fault, where it does not is.
+    too_many = got.calls_with_none.keys() - want.calls_with_none.keys()
+    if close.strict and too_many:
+        yield f"got None, which locally they do not: {sorted(too_many)}"
 
 
 class _Close:
