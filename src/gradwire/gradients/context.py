@@ -84,10 +84,8 @@ class Context:
                 found = self._gradients.get(id(leaf))
                 if found is not None:
                     # Torch adds a sparse tensor to a dense one, but not the other way round.
-                    one, other = (
-                        (gradient, found[1]) if found[1].is_sparse else (found[1], gradient)
-                    )
-                    gradient = one + other
+                    before = found[1]
+                    gradient = gradient + before if before.is_sparse else before + gradient
                 self._gradients[id(leaf)] = (leaf, gradient)
 
     def gradients(self) -> dict[Tensor, Tensor]:

@@ -123,11 +123,10 @@ def _reached(message: int, position: int, gradients: tuple[Tensor | None]) -> tu
     deliver = running.deliver
     if deliver is None:
         raise RuntimeError(_ADVICE)
-    deliver(message, position, gradients[0])
+    (gradient,) = gradients
+    deliver(message, position, gradient)
     # It has been taken; what is behind the alias cannot handle a sparse one.
-    return (
-        (None,) if gradients[0] is not None and gradients[0].layout is not torch.strided else None
-    )
+    return None if gradient is None or gradient.layout is torch.strided else (None,)
 
 
 def make_gate(send: Send) -> Tensor:

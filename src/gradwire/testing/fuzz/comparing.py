@@ -1,0 +1,177 @@
+"""Running a program both ways, and cutting one down that fails."""
+
+from __future__ import annotations
+
+import time
+import traceback
+from collections.abc import Callable, Collection, Iterator
+from dataclasses import replace
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from gradwire.testing.fuzz.distributed import run_on_workers
+from gradwire.testing.fuzz.generator import NOT_YET, make_program
+from gradwire.testing.fuzz.local import Outcome, run_locally
+from gradwire.testing.fuzz.programs import Body, Precision, Program, Step, blank
+from gradwire.testing.fuzz.running import Report
+
+_TOLERANCES: dict[Precision, float] = {"float64": 1e-9, "float32": 1e-3, "bfloat16": 0.1}
+_SHRINKING_SECONDS = 20.0
+
+#: The gradients were compared; there were none; torch itself refuses the program.
+Verdict = Literal["equal", "no gradients", "no meaning"]
+
+
+class Mismatch(AssertionError):
+    """A program came to different things in one process and on workers."""
+
+
+def check(seed: int, workers: int, tried: Collection[str] = ()) -> Verdict:
+    """Run the program of a seed in this process and on the current group of workers. Raises
+    `Mismatch` with the seed and the program when they differ."""
+    program = make_program(seed, workers, tried)
+    complaint, verdict = judge(program, tried)
+    if complaint:
+        raise Mismatch(f"seed {seed}, {workers} workers: {complaint}\n{program}")
+    return verdict
+
+
+def judge(program: Program, tried: Collection[str] = ()) -> tuple[str, Verdict]:
+    """What is wrong with a program, or an empty string."""
+    strict = "none" not in NOT_YET or "none" in tried
+    try:
+        expected = run_locally(program)
+    except RuntimeError:
+        return "", "no meaning"
+    try:
+        found = run_on_workers(program)
+    except Exception as error:
+        if not strict and "modified by an inplace operation" in str(error):
+            return "", "no meaning"
+        return f"raised on workers only:\n{traceback.format_exc()}", "equal"
+    complaint = next(differences(program, expected, found, strict), "")
+    return complaint, "equal" if expected.differentiated else "no gradients"
+
+
+def differences(
+    program: Program, expected: Outcome, found: Outcome, strict: bool = True
+) -> Iterator[str]:
+    """What differs, in sentences."""
+    close = _Close(_TOLERANCES[program.precision], strict)
+    for number, episode in enumerate(program.episodes):
+        want, got = expected.results[number], found.results[number]
+        for position, (mine, theirs) in enumerate(zip(want, got, strict=True)):
+            yield from close(f"result {position}", mine, theirs)
+        # Where `grad` need not go, it may run hooks or not.
+        with_hooks = all(e.order != "penalty" for e in program.episodes[: number + 1])
+        reports = zip(expected.reports[number], found.reports[number], strict=True)
+        for worker, (wanted, given) in enumerate(reports):
+            where = f"context {number}, worker {worker}: "
+            for complaint in _compare(wanted, given, close, with_hooks):
+                yield f"{where}{complaint} ({episode.order} order)"
+
+
+def _compare(want: Report, got: Report, close: _Close, with_hooks: bool) -> Iterator[str]:
+    if want.gradients.keys() != got.gradients.keys():
+        yield f"has leaves {sorted(got.gradients)} instead of {sorted(want.gradients)}"
+        return
+    for name, gradient in want.gradients.items():
+        yield from close(f"gradient of {name}", gradient, got.gradients[name])
+    if not with_hooks:
+        return
+    for name in sorted(want.hooks.keys() | got.hooks.keys()):
+        count, total = want.hooks.get(name, (0, None))
+        their_count, their_total = got.hooks.get(name, (0, None))
+        # A call too many with anything but zeros shows in the sum.
+        if count == their_count or not close.strict:
+            yield from close(f"sum of the gradients that {name} saw", total, their_total)
+        else:
+            yield f"{name} was called {their_count} times instead of {count}"
+    # Torch calls hooks with None now and then. Less often is no fault, where it does not is.
+    too_many = got.calls_with_none.keys() - want.calls_with_none.keys()
+    if close.strict and too_many:
+        yield f"got None, which locally they do not: {sorted(too_many)}"
+
+
+class _Close:
+    """Compares tensors. The order of additions may differ, so only almost equal is equal."""
+
+    def __init__(self, tolerance: float, strict: bool):
+        self._tolerance = tolerance
+        #: Whether None is something else than zeros.
+        self.strict = strict
+
+    def __call__(self, what: str, want: Tensor | None, got: Tensor | None) -> Iterator[str]:
+        if want is None or got is None:
+            if want is not got and (self.strict or _any(want) or _any(got)):
+                yield f"{what} is {got} instead of {want}"
+        elif want.dtype != got.dtype or want.shape != got.shape:
+            yield (
+                f"{what} is {got.dtype} of shape {tuple(got.shape)} instead of {want.dtype} of "
+                f"shape {tuple(want.shape)}"
+            )
+        elif want.numel():
+            if not (want.is_floating_point() or want.is_complex()):
+                want, got = want.to(torch.float64), got.to(torch.float64)
+            atol = self._tolerance * (float(want.abs().nan_to_num().max()) + 1)
+            if not torch.allclose(got, want, rtol=0, atol=atol, equal_nan=True):
+                yield f"{what} is {got} instead of {want}"
+
+
+def _any(tensor: Tensor | None) -> bool:
+    return tensor is not None and bool(tensor.any())
+
+
+# -- cutting down
+
+
+def shrink(program: Program, fails: Callable[[Program], bool]) -> Program:
+    """A smaller program that still fails: steps are replaced by ones that do nothing while that
+    changes nothing about the failure."""
+    deadline = time.monotonic() + _SHRINKING_SECONDS
+    smaller = True
+    while smaller:
+        smaller = False
+        for candidate in _smaller(program):
+            if time.monotonic() > deadline:
+                return program
+            if fails(candidate):
+                program, smaller = candidate, True
+                break
+    return program
+
+
+def _smaller(program: Program) -> Iterator[Program]:
+    for position, episode in enumerate(program.episodes):
+        before, after = program.episodes[:position], program.episodes[position + 1 :]
+        if before or after:
+            yield replace(program, episodes=before + after)
+        for number in range(len(episode.passes) - 1, -1, -1):
+            if len(episode.passes) > 1:
+                left = episode.passes[:number] + episode.passes[number + 1 :]
+                fewer = replace(episode, passes=left, between=None)
+                yield replace(program, episodes=(*before, fewer, *after))
+        for body in _smaller_bodies(episode.body):
+            yield replace(program, episodes=(*before, replace(episode, body=body), *after))
+        if episode.between is not None:
+            for body in _smaller_bodies(episode.between):
+                changed = replace(episode, between=body)
+                yield replace(program, episodes=(*before, changed, *after))
+
+
+def _smaller_bodies(body: Body) -> Iterator[Body]:
+    """Whole calls first, then what is inside of them."""
+    for position in range(len(body.steps) - 1, -1, -1):
+        for step in _smaller_steps(body.steps[position]):
+            steps = (*body.steps[:position], step, *body.steps[position + 1 :])
+            yield replace(body, steps=steps)
+
+
+def _smaller_steps(step: Step) -> Iterator[Step]:
+    if step.action != "constant":
+        yield blank(step)
+    for number, inner in enumerate(step.bodies):
+        for smaller in _smaller_bodies(inner):
+            yield replace(step, bodies=(*step.bodies[:number], smaller, *step.bodies[number + 1 :]))

@@ -1,0 +1,153 @@
+"""The reference: a program in one process, differentiated by torch alone.
+
+A call runs the body on copies of its arguments and gives copies of its results, which is what
+sending means. Nothing of gradwire takes part.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from gradwire.testing.fuzz.operations import arrived, soften, thick, thin
+from gradwire.testing.fuzz.programs import Body, Episode, Program, Step
+from gradwire.testing.fuzz.running import (
+    Bench,
+    Finish,
+    Report,
+    finish_second_order,
+    loss_of,
+    penalty_of,
+    roots_of,
+    run_body,
+)
+
+
+@dataclass
+class Outcome:
+    """What a program came to: per episode, its results and the reports of all workers."""
+
+    results: list[list[Tensor]] = field(default_factory=list)
+    #: Whether there was anything to differentiate.
+    differentiated: bool = False
+    reports: list[list[Report]] = field(default_factory=list)
+
+
+def copies(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """What arrives when these are sent: copies, and one copy for one tensor however often."""
+    made: dict[int, Tensor] = {}
+    for tensor in tensors:
+        made.setdefault(id(tensor), tensor.clone())
+    return [made[id(tensor)] for tensor in tensors]
+
+
+class LocalWorld:
+    """A worker that is none: the benches of all of them are here."""
+
+    def __init__(self, benches: list[Bench], worker: int):
+        self.bench = benches[worker]
+        self._benches = benches
+        self._worker = worker
+
+    def begin(self, step: Step, arguments: list[Tensor]) -> Finish:
+        results = self._call(step, arguments)
+        return lambda: results
+
+    def _call(self, step: Step, arguments: list[Tensor]) -> list[Tensor]:
+        body = step.bodies[0]
+        if "proxy" in step.how:  # the first argument travels ahead
+            received = copies(arguments[:1]) + copies(arguments[1:])
+        elif step.how == "sparse":
+            received = [thick(x) for x in copies([thin(argument) for argument in arguments])]
+        else:
+            received = copies(arguments)
+        there = LocalWorld(self._benches, body.worker)
+        results = run_body(body, arrived(received), there)
+        if step.how in ("remote", "remote proxy") and body.worker == self._worker:
+            return results  # the value of an own reference is no copy
+        if step.how == "deferred":
+            return copies([soften(result) for result in copies(results)])
+        if step.how == "shared":
+            return [a + b for a, b in zip(copies(results), copies(results), strict=True)]
+        if step.how == "then":
+            return run_body(step.bodies[1], arrived(copies(results)), self)
+        return copies(results)
+
+    def inner_gradients(self, body: Body, arguments: list[Tensor]) -> list[Tensor | None]:
+        loss = loss_of(run_body(body, arguments, self))
+        if not loss.requires_grad:
+            return [None for _ in arguments]
+        # A pass goes to all leaves, and runs the hooks on its way.
+        inputs = [*arguments, *_all_leaves(self._benches)]
+        return list(torch.autograd.grad(loss, inputs, allow_unused=True)[: len(arguments)])
+
+
+def run_locally(program: Program) -> Outcome:
+    """Run it. Raises RuntimeError when torch finds that the program makes no sense, as after a
+    change in place of something that backward needs."""
+    benches = [Bench(program.seed, worker) for worker in range(program.workers)]
+    outcome = Outcome()
+    for episode in program.episodes:
+        if not program.into_grad:
+            for leaf in _all_leaves(benches):
+                leaf.grad = None
+        _run_episode(episode, benches, outcome)
+        outcome.reports.append([bench.report(lambda leaf: leaf.grad) for bench in benches])
+    return outcome
+
+
+def _run_episode(episode: Episode, benches: list[Bench], outcome: Outcome) -> None:
+    world = LocalWorld(benches, 0)
+    results = run_body(episode.body, [], world)
+    if episode.order != "first":
+        outcome.results.append([result.detach().clone() for result in results])
+        outcome.differentiated |= _run_second_order(episode, results, world, benches)
+        return
+    for number, found in enumerate(episode.passes):
+        if number and episode.between is not None:
+            results = results + run_body(episode.between, results, world)
+        sent = copies(results) if found.worker else results
+        roots, seeds = roots_of(sent, found)
+        if roots:
+            outcome.differentiated = True
+            retain = number + 1 < len(episode.passes)
+            torch.autograd.backward(roots, seeds, retain_graph=retain)
+    outcome.results.append([result.detach() for result in results])
+
+
+def _run_second_order(
+    episode: Episode, results: list[Tensor], world: LocalWorld, benches: list[Bench]
+) -> bool:
+    variant = episode.passes[0].variant
+    loss = loss_of(results, variant)
+    if not loss.requires_grad:
+        return False
+    every = _all_leaves(benches)
+    leaves = list(world.bench.leaves().values()) if episode.order == "penalty" else every
+    first: Sequence[Tensor | None] = ()
+    if leaves:
+        first = torch.autograd.grad(loss, leaves, create_graph=True, allow_unused=True)
+    if episode.order == "penalty":
+        penalty = penalty_of(first, variant)
+    else:
+        by_leaf = dict(zip(map(id, every), first, strict=True))
+        penalty = torch.zeros((), dtype=torch.float64)
+        for bench in benches:
+            found = [by_leaf[id(leaf)] for leaf in bench.leaves().values()]
+            penalty = penalty + penalty_of(found, variant)
+    total = finish_second_order(episode, penalty, loss, world)
+    if total.requires_grad:
+        torch.autograd.backward([total])
+    if episode.order == "create":
+        for leaf, gradient in zip(every, first, strict=True):
+            if gradient is not None:
+                gradient = gradient.detach()
+                leaf.grad = gradient if leaf.grad is None else leaf.grad + gradient
+    return True
+
+
+def _all_leaves(benches: list[Bench]) -> list[Tensor]:
+    return [leaf for bench in benches for leaf in bench.leaves().values()]
