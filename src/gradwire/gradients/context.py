@@ -122,12 +122,14 @@ class Context:
         """Let go of everything; returns the workers to tell."""
         with self.lock:
             self.released = True
-            passes = list(self.passes.values())
+            # Of those whose part here is done it may not be known how they have ended.
+            unfinished = [found for found in self.passes.values() if not found.finished]
+            self.passes = {found.id: found for found in unfinished}
             self.sends.clear()
             self.recvs.clear()
             self._gradients.clear()
             known = set(self.known)
-        for running in passes:
+        for running in unfinished:
             running.fail(GradwireError(f"autograd context {self.id} was released"))
         return known
 

@@ -6,7 +6,8 @@
                         ^                               |
             gradients enter here                gradients leave here
 
-An *end* hangs on a tensor that has left: giving it a gradient is how backward goes on from there.
+An *end* hangs on a tensor that has left (a leaf is its own end): giving it a gradient is how
+backward goes on from there.
 An *anchor* is a leaf of its own from which a tensor that arrived is made: what backward brings it
 is what has to be sent to the end. Both are kept without the memory of the tensor.
 """
@@ -63,13 +64,17 @@ class Send:
             with torch.inference_mode(False), torch.enable_grad():
                 self.ends = self._make_ends(tensors)
 
-    def edge(self, position: int) -> GradientEdge:
+    def target(self, position: int) -> Tensor | GradientEdge:
         """What the gradient of one of the tensors goes into."""
-        return GradientEdge(*self.ends[position].grad_fn.next_functions[0])  # type: ignore[union-attr]
+        end = self.ends[position]
+        return end if end.grad_fn is None else GradientEdge(*end.grad_fn.next_functions[0])
 
     @staticmethod
     def _make_ends(tensors: Sequence[Tensor]) -> list[Tensor]:
-        return [_without_memory(_like(tensor)) for tensor in tensors]
+        return [
+            tensor if tensor.grad_fn is None else _without_memory(_like(tensor))
+            for tensor in tensors
+        ]
 
 
 class Recv:

@@ -10,12 +10,14 @@ where that comes to matter (`reached_by`).
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import get_gradient_edge
 
 from gradwire.gradients.functions import Recv, Send
 
@@ -93,10 +95,21 @@ class Plan:
     unreached: list[Anchor]
 
 
-def _starts(source: Source) -> list[Any]:
-    if isinstance(source, Root):
-        return [source.tensor.grad_fn]
-    return [end.grad_fn for end in source.ends]
+def _starts(sources: Sequence[Source]) -> list[list[Any]]:
+    """Per source, the nodes where its gradients enter the graph."""
+    of_leaf: dict[int, Any] = {}
+
+    def node(tensor: Tensor) -> Any:
+        if tensor.grad_fn is not None:
+            return tensor.grad_fn
+        if id(tensor) not in of_leaf:
+            of_leaf[id(tensor)] = get_gradient_edge(tensor).node
+        return of_leaf[id(tensor)]
+
+    return [
+        [source.tensor.grad_fn] if isinstance(source, Root) else [node(end) for end in source.ends]
+        for source in sources
+    ]
 
 
 def make_plan(
@@ -107,8 +120,9 @@ def make_plan(
     part_of: dict[Any, int] = {}
     parts = _Parts(len(sources))
     leaves: list[tuple[int, Tensor]] = []
-    for part, source in enumerate(sources):
-        for node in _starts(source):
+    starts = _starts(sources)
+    for part, nodes in enumerate(starts):
+        for node in nodes:
             _walk(node, part, part_of, parts, leaves)
     regions: dict[int, Region] = {}
     for part, source in enumerate(sources):
@@ -131,10 +145,11 @@ def _walk(
     start: Any, part: int, part_of: dict[Any, int], parts: _Parts, leaves: list[tuple[int, Tensor]]
 ) -> None:
     """Mark all nodes that a source reaches and nobody has marked, and find the leaves there."""
-    found = part_of.setdefault(start, part)
-    if found != part:
+    found = part_of.get(start, -1)
+    if found >= 0:
         parts.join(part, found)
         return
+    part_of[start] = part
     stack = [start]
     while stack:
         node = stack.pop()
@@ -171,8 +186,8 @@ def nodes_of(region: Region) -> list[Any]:
     """All nodes of a region, each before those it leads to."""
     finished: list[Any] = []
     seen: set[Any] = set()
-    for source in region.sources:
-        for start in _starts(source):
+    for starts in _starts(region.sources):
+        for start in starts:
             if start in seen:
                 continue
             seen.add(start)
@@ -195,8 +210,7 @@ def reached_by(region: Region) -> list[int]:
     """Per anchor, the starts that reach it, as bits (see `Region.starts`)."""
     order = nodes_of(region)
     masks: dict[Any, int] = dict.fromkeys(order, 0)
-    starts = (start for source in region.sources for start in _starts(source))
-    for bit, start in enumerate(starts):
+    for bit, start in enumerate(itertools.chain(*_starts(region.sources))):
         masks[start] |= 1 << bit
     at_leaf: dict[int, int] = {}
     for node in order:

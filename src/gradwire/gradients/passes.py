@@ -304,7 +304,7 @@ class Pass:
                     answer = self._answers[source.id] or ()
                     for position, gradient in enumerate(answer):
                         if gradient is not None:
-                            outputs.append(source.edge(position))
+                            outputs.append(source.target(position))
                             seeds.append(gradient)
             anchors = [
                 recv.let_accumulate(position) if into_grad else recv.anchors[position]
