@@ -6,11 +6,15 @@ An id is 64 bits: the worker that made it in the high 16, a counter in the low 4
 from __future__ import annotations
 
 import itertools
+import re
 from dataclasses import dataclass
+
+from gradwire.errors import SetupError
 
 COUNTER_BITS = 48
 COUNTER_MASK = (1 << COUNTER_BITS) - 1
 MAX_WORKERS = 1 << 16
+MAX_NAME_LENGTH = 128
 #: Set in the id of an autograd context whose gradients go into `.grad`: everybody who sees the id
 #: must know that.
 INTO_GRAD = 1 << (COUNTER_BITS - 1)
@@ -45,6 +49,19 @@ class WorkerInfo:
 
     name: str
     id: int
+
+    def __post_init__(self) -> None:
+        if self.name.isidentifier() and len(self.name) < MAX_NAME_LENGTH and self.name.isascii():
+            return  # nearly all are, and this is quick
+        if not self.name:
+            raise SetupError("Worker name must be non-empty")
+        if len(self.name) >= MAX_NAME_LENGTH:
+            raise SetupError(
+                f"Worker name must be shorter than {MAX_NAME_LENGTH} characters, not "
+                f"{len(self.name)}"
+            )
+        if not re.fullmatch("[A-Za-z0-9-_:]*", self.name):
+            raise SetupError(f"Worker name must match ^[A-Za-z0-9-_:]*$, {self.name!r} does not")
 
     def __repr__(self) -> str:
         return f"WorkerInfo(id={self.id}, name={self.name})"

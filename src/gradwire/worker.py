@@ -7,7 +7,6 @@ reached through it and ends with it.
 from __future__ import annotations
 
 import contextvars
-import re
 import sys
 import threading
 import time
@@ -22,7 +21,7 @@ from gradwire.agent.agent import Agent
 from gradwire.agent.calls import Calls
 from gradwire.agent.farewell import Farewell
 from gradwire.agent.futures import Future
-from gradwire.agent.roster import Roster, meet
+from gradwire.agent.roster import Roster, StoreRoster, meet
 from gradwire.config import UNSET_TIMEOUT, Options
 from gradwire.errors import SetupError
 from gradwire.gradients.context import Contexts
@@ -58,6 +57,9 @@ class Worker:
     the options would give; `gradwire.testing.cluster` uses them to put many workers in a process.
     """
 
+    #: What references on this worker are instances of.
+    rref_type: type[RRef[Any]] = RRef
+
     def __init__(
         self,
         name: str,
@@ -68,7 +70,7 @@ class Worker:
         roster: Roster | None = None,
         transports: Sequence[Transport] | None = None,
     ):
-        _check_name(name)
+        WorkerInfo(name, rank)  # a name that will not do is refused before anybody is met
         self.options = Options.of(options)
         token = self.options.resolved_token()
         host = self.options.resolved_host()
@@ -89,11 +91,12 @@ class Worker:
             )
             if rank < 0:
                 rank = roster.claim_id()
-            token = roster.agree_on_token(token, rank)
         if transports is None:
+            if isinstance(roster, StoreRoster):
+                token = roster.agree_on_token(token, rank)
             if token is None:
                 raise SetupError("a worker with a roster of its own needs a token in its options")
-            transports = _transports(self.options, token, host)
+            transports = self._make_transports(token, host)
         self.info = WorkerInfo(name, rank)
         self._token: contextvars.Token[Any] | None = None
         self._ending = threading.Lock()
@@ -107,7 +110,7 @@ class Worker:
             current.context_of(self),
         )
         self.calls = Calls(self.agent)
-        self.refs = Refs(self.agent, self.calls)
+        self.refs = Refs(self.agent, self.calls, self.rref_type)
         self.contexts = Contexts(self.info.id)
         self.engine = Engine(self.agent, self.contexts)
         self.refs.differentiate = self._differentiate
@@ -120,6 +123,23 @@ class Worker:
         except BaseException:
             self.agent.close(time.monotonic() + _END_SECONDS)
             raise
+
+    def _make_transports(self, token: str, host: str | None) -> list[Transport]:
+        """What the options ask for and this system has, best first."""
+        options, secret = self.options, token.encode()
+        size, patience = options.max_message_bytes, options.heartbeat_limit
+        found: list[Transport] = []
+        for name in options.transports:
+            if name == "tcp":
+                found.append(TcpTransport(secret, host or "127.0.0.1", size, patience))
+            elif sys.platform == "linux":
+                # Imported here: it needs what only Linux has.
+                from gradwire.transport.unix import UnixTransport
+
+                found.append(UnixTransport(secret, size, patience))
+        if not found:
+            raise SetupError(f"this system has none of the transports {list(options.transports)}")
+        return found
 
     @property
     def name(self) -> str:
@@ -191,6 +211,13 @@ class Worker:
 
     # -- the end
 
+    def wait_for_everybody(self, timeout: float = 0) -> bool:
+        """Wait until the work of the whole group is done, or for `timeout` seconds; tells which. In
+        an open group nobody is waited for. Only to be called before `shutdown`, by everybody."""
+        if not self.agent.roster.fixed:
+            return True
+        return self._farewell.wait_for_everybody(time.monotonic() + (timeout or SHUTDOWN_SECONDS))
+
     def shutdown(self, graceful: bool = True, timeout: float = 0) -> None:
         """End this worker. Gracefully, in a group of fixed size, means: when the work of all its
         members is done. `timeout` limits that wait in seconds; 0 means an hour.
@@ -201,11 +228,10 @@ class Worker:
             if self._ended:
                 return
             timeout = timeout or SHUTDOWN_SECONDS
-            deadline = time.monotonic() + timeout
             waited = True
             try:
-                if graceful and self.agent.roster.fixed:
-                    waited = self._farewell.wait_for_everybody(deadline)
+                if graceful:
+                    waited = self.wait_for_everybody(timeout)
             finally:
                 self._ended = True
                 self.refs.close()
@@ -234,30 +260,3 @@ class Worker:
             if self._token is not None:
                 current.exit(self._token)
                 self._token = None
-
-
-def _check_name(name: str) -> None:
-    if not name:
-        raise SetupError("Worker name must be non-empty")
-    if len(name) >= 128:
-        raise SetupError(f"Worker name must be shorter than 128 characters, not {len(name)}")
-    if not re.fullmatch("[A-Za-z0-9-_:]*", name):
-        raise SetupError(f"Worker name must match ^[A-Za-z0-9-_:]*$, {name!r} does not")
-
-
-def _transports(options: Options, token: str, host: str | None) -> list[Transport]:
-    """What the options ask for and this system has, best first."""
-    secret = token.encode()
-    size, patience = options.max_message_bytes, options.heartbeat_limit
-    found: list[Transport] = []
-    for name in options.transports:
-        if name == "tcp":
-            found.append(TcpTransport(secret, host or "127.0.0.1", size, patience))
-        elif sys.platform == "linux":
-            # Imported here: it needs what only Linux has.
-            from gradwire.transport.unix import UnixTransport
-
-            found.append(UnixTransport(secret, size, patience))
-    if not found:
-        raise SetupError(f"this system has none of the transports {list(options.transports)}")
-    return found

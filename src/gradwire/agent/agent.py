@@ -435,6 +435,12 @@ class Agent:
     def open_calls(self) -> int:
         return sum(link.open_calls for link in self.peers.links())
 
+    def served_calls(self) -> int:
+        """Calls of others that are not answered yet."""
+        with self._lock:
+            services = list(self._services)
+        return sum(len(service.requests) for service in services)
+
     def wait_until_quiet(self, deadline: float) -> bool:
         """Wait until no call from or to this worker is open.
 
@@ -450,9 +456,7 @@ class Agent:
         return True
 
     def _is_busy(self) -> bool:
-        with self._lock:
-            services = list(self._services)
-        return any(service.requests for service in services) or bool(self.open_calls())
+        return bool(self.served_calls() or self.open_calls())
 
     def traffic(self) -> tuple[int, int] | None:
         """(calls sent, calls received) so far; None when some were lost with a connection."""

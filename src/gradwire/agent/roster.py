@@ -216,6 +216,14 @@ def meet(
 ) -> tuple[StoreRoster, int, int | None]:
     """Go to the place named by `init_method`; returns the roster there, this worker's rank (-1:
     not yet known) and the size of the group (None: open)."""
+    store, rank, size = open_store(init_method, rank, size, timeout)
+    return StoreRoster(store, size, timeout), rank, size
+
+
+def open_store(
+    init_method: str, rank: int, size: int | None, timeout: float
+) -> tuple[Any, int, int | None]:
+    """The store at the place named by `init_method`, this worker's rank and the group's size."""
     # Imported here: it takes a while, and workers of one process do without.
     from torch.distributed.rendezvous import rendezvous
 
@@ -238,4 +246,4 @@ def meet(
             f"the group cannot meet at {init_method!r}: {error}. Every worker must be able to "
             "reach that place, and the worker of rank 0 must be running"
         ) from error
-    return StoreRoster(store, size, timeout), rank, size
+    return store, rank, size

@@ -50,8 +50,9 @@ _Parts = tuple[int, str, int, int, int]
 class Refs:
     """The references of one worker."""
 
-    def __init__(self, agent: Agent, calls: Calls):
+    def __init__(self, agent: Agent, calls: Calls, kind: type[RRef[Any]] = RRef):
         self._agent = agent
+        self._kind = kind
         self._calls = calls
         self._ids = IdSource(agent.info.id)
         self.me = agent.info
@@ -62,10 +63,13 @@ class Refs:
         self._children: dict[int, tuple[RRef[Any], int | None]] = {}
         self._dropped: deque[tuple[WorkerInfo, int, int, Future[Any] | None]] = deque()
         self._closed = False
+        #: Messages of ours that others have not confirmed yet.
+        self._unanswered: set[Future[Any]] = set()
         #: Runs a backward pass in a context, from a tensor of ours. Set by the worker, since the
         #: room of gradients is above this one.
         self.differentiate: Callable[[Tensor, int, bool], None]
-        agent.codec.teach(RRef, "rref", self._take_apart, self._rebuild)
+        for sent in {RRef, kind}:
+            agent.codec.teach(sent, "rref", self._take_apart, self._rebuild)
         agent.handle(Kind.PYTHON_REMOTE_CALL, self._serve_remote, runs_user_code=True)
         agent.handle(Kind.PYTHON_RREF_FETCH_CALL, self._serve_fetch)
         agent.handle(Kind.RREF_FORK_REQUEST, self._serve_fork_request)
@@ -95,7 +99,7 @@ class Refs:
         home = to.info.id == self.me.id
         fork = id if home else self.next_id()
         encoded = self._agent.codec.encode_call(func, args, kwargs)
-        rref: RRef[Any] = RRef.__new__(RRef)
+        rref: RRef[Any] = self._kind.__new__(self._kind)
         if home:
             owned = Owned(id)
             self.table.add(owned)
@@ -114,7 +118,8 @@ class Refs:
     def _check_made_at_home(owned: weakref.ref[Owned], created: Future[Any]) -> None:
         value, error = owned(), created.exception()
         if value is not None and error is not None and not value.future.done():
-            value.set_error(error)
+            value.not_made = _creation_failed(error)
+            value.set_error(value.not_made)
 
     def _serve_remote(self, request: Request) -> None:
         assert request.tags is not None
@@ -153,18 +158,14 @@ class Refs:
             raise
 
     def _check_creation(self, rref: RRef[Any]) -> None:
+        if rref._owned is not None and rref._owned.not_made is not None:
+            raise rref._owned.not_made
         confirmation = rref._confirmation
         if confirmation is None or not confirmation.done():
             return
         error = confirmation.exception()
-        if isinstance(error, CallTimeout):
-            raise CallTimeout(
-                f"RRef creation via rpc.remote() timed out on worker {rref._owner.name!r}: {error}",
-                worker=error.worker,
-                call=error.call,
-            ) from error
         if error is not None:
-            raise error
+            raise _creation_failed(error)
 
     def wait_for(self, future: Future[Any], timeout: float) -> Any:
         """The value of a future that something on this worker completes."""
@@ -248,6 +249,7 @@ class Refs:
         if rref._refs is not self:
             raise GradwireError(f"{rref!r} belongs to another worker of this process")
         fork = self.next_id()
+        self._check_creation(rref)  # else everybody it goes to would wait for a value in vain
         if rref._owned is not None:
             self.table.add(rref._owned)
             self.table.add_fork(rref._id, fork, None)
@@ -273,7 +275,7 @@ class Refs:
 
     def _rebuild(self, parts: _Parts) -> RRef[Any]:
         owner_id, owner_name, id, fork, parent = parts
-        rref: RRef[Any] = RRef.__new__(RRef)
+        rref: RRef[Any] = self._kind.__new__(self._kind)
         if owner_id == self.me.id:
             rref._set_up(self, id, self.me, self.table.get(id), 0, None)
             if parent == self.me.id:
@@ -285,7 +287,7 @@ class Refs:
         if parent == owner_id:
             rref._set_up(self, id, owner, None, fork, None)
             return rref
-        confirmation = self._agent.insist(owner, Kind.RREF_FORK_REQUEST, (id, fork))
+        confirmation = self._insist(owner, Kind.RREF_FORK_REQUEST, (id, fork))
         confirmation.add_done_callback(lambda _: self._accept_child(parent, fork))
         rref._set_up(self, id, owner, None, fork, confirmation)
         current_decoding().unsettled.append(confirmation)
@@ -293,7 +295,7 @@ class Refs:
 
     def _accept_child(self, parent: int, fork: int) -> None:
         try:
-            self._agent.insist(self._agent.peers.find(parent).info, Kind.RREF_CHILD_ACCEPT, fork)
+            self._insist(self._agent.peers.find(parent).info, Kind.RREF_CHILD_ACCEPT, fork)
         except GradwireError:
             pass  # the parent is gone, and so is its reference
 
@@ -333,7 +335,13 @@ class Refs:
         if isinstance(error, CallError) and not error.may_have_run:
             return  # the owner never heard of it
         if not self._closed:
-            self._agent.insist(owner, Kind.RREF_USER_DELETE, (id, fork))
+            self._insist(owner, Kind.RREF_USER_DELETE, (id, fork))
+
+    def _insist(self, to: WorkerInfo, kind: Kind, value: Any) -> Future[Any]:
+        outcome = self._agent.insist(to, kind, value)
+        self._unanswered.add(outcome)
+        outcome.add_done_callback(self._unanswered.discard)
+        return outcome
 
     def _serve_delete(self, request: Request) -> None:
         self.table.delete_fork(*request.decode())
@@ -352,7 +360,12 @@ class Refs:
         values, forks = self.table.counts()
         with self._lock:
             children = len(self._children)
-        return {"num_owner_rrefs": values, "num_forks": forks, "num_pending_children": children}
+        return {
+            "num_owner_rrefs": values,
+            "num_forks": forks,
+            "num_pending_children": children,
+            "num_pending_messages": len(self._unanswered) + len(self._dropped),
+        }
 
     def close(self) -> None:
         """The group parts: nobody holds anything for anybody any more."""
@@ -362,6 +375,21 @@ class Refs:
         self.table.clear()
         self._dropped.clear()
         del children
+
+
+def _creation_failed(error: BaseException) -> BaseException:
+    """What comes of using a reference whose value could not be made, for this reason."""
+    if not isinstance(error, CallError):
+        return error
+    how = "timed out" if isinstance(error, CallTimeout) else "failed"
+    explained = type(error)(
+        f"RRef creation via rpc.remote() {how}: {error}",
+        worker=error.worker,
+        call=error.call,
+        may_have_run=error.may_have_run,
+    )
+    explained.__cause__ = error
+    return explained
 
 
 def call_method(rref: RRef[Any], name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

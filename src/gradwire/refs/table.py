@@ -22,12 +22,14 @@ _REMEMBERED_DELETES = 100_000
 class Owned:
     """A value owned here, there already or still to come."""
 
-    __slots__ = ("__weakref__", "future", "id", "kind")
+    __slots__ = ("__weakref__", "future", "id", "kind", "not_made")
 
     def __init__(self, id: int):
         self.id = id
         self.future: Future[Any] = Future(None, "the value of a remote reference")
         self.kind: type | None = None
+        #: Why the function that should make it was not even called.
+        self.not_made: BaseException | None = None
 
     def set_value(self, value: Any) -> None:
         self.kind = type(value)

@@ -17,12 +17,12 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Literal
 
-from gradwire.errors import ConnectionClosed
+from gradwire.errors import ConnectionClosed, WorkerLost
 from gradwire.transport.base import Connection, Frame, Greeting, Listener, Transport
 from gradwire.transport.poller import Poller
 from gradwire.wire.messages import Kind, peek
 
-Action = Literal["drop", "delay", "duplicate", "cut"]
+Action = Literal["drop", "delay", "duplicate", "cut", "refuse"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,7 +38,7 @@ class _Where:
 @dataclass(frozen=True)
 class Fault(_Where):
     """What happens to frames: they get lost (drop), arrive `seconds` late (delay), arrive twice
-    (duplicate), or take the whole connection with them (cut).
+    (duplicate), take the whole connection with them (cut), or cannot be sent at all (refuse).
 
     `kind` None means any message; an answer has the kind PYTHON_RET or EXCEPTION. `sender` and
     `receiver` are names of workers, None means any.
@@ -129,6 +129,13 @@ class FaultyConnection:
             self._send_later(frame, fault.seconds)
         elif fault.action == "cut":
             self.close()
+        elif fault.action == "refuse":
+            kind, _ = peek(frame.head)
+            raise WorkerLost(
+                f"a fault was asked for: {Kind(kind).name} is not sent to {self.peer.name!r}",
+                worker=self.peer.name,
+                may_have_run=False,
+            )
 
     def close(self) -> None:
         self._inner.close()

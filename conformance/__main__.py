@@ -1,0 +1,78 @@
+"""The command; see the package's text."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from collections import Counter
+
+from conformance import suite
+from conformance.expectations import differences
+from conformance.running import Outcome, Test, run
+
+
+def main() -> int:
+    options = _parser().parse_args()
+    loaded = suite.load(options.plain_torch)
+    tests = [
+        Test(group, name)
+        for group, classes in loaded.items()
+        for name in suite.test_names(classes)
+        if _is_wanted(group, name, options)
+    ]
+    if options.list:
+        print("\n".join(map(str, tests)))
+        return 0
+    since = time.monotonic()
+    outcomes = []
+    for outcome in run(loaded, tests, options.jobs):
+        outcomes.append(outcome)
+        if options.verbose or not (outcome.passed or str(outcome.test) in differences()):
+            print(f"{outcome.result:8} {outcome.seconds:5.1f} s  {outcome.test}", flush=True)
+            if not outcome.passed and not options.quiet:
+                print(outcome.output, flush=True)
+    _summarize(outcomes, time.monotonic() - since)
+    expected = {} if options.plain_torch else differences()
+    return _compare(outcomes, expected)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser("python -m conformance")
+    parser.add_argument("classes", nargs="*", help="classes of tests; all, if none is named")
+    parser.add_argument("-k", dest="words", help="only tests with this in their name")
+    parser.add_argument("-j", dest="jobs", type=int, default=3, help="tests at a time")
+    parser.add_argument("-v", dest="verbose", action="store_true", help="name those that pass too")
+    parser.add_argument("-q", dest="quiet", action="store_true", help="no output of failed tests")
+    parser.add_argument("--list", action="store_true", help="only say which tests there are")
+    parser.add_argument("--plain-torch", action="store_true", help="run them against torch itself")
+    return parser
+
+
+def _is_wanted(group: str, name: str, options: argparse.Namespace) -> bool:
+    return (not options.classes or group in options.classes) and (
+        not options.words or any(word in name for word in options.words.split(","))
+    )
+
+
+def _summarize(outcomes: list[Outcome], seconds: float) -> None:
+    passed = Counter(outcome.test.group for outcome in outcomes if outcome.passed)
+    total = Counter(outcome.test.group for outcome in outcomes)
+    for group, count in total.items():
+        print(f"{group:34} {passed[group]:4} of {count}")
+    print(f"{'':34} {passed.total():4} of {total.total()} in {seconds:.0f} s")
+
+
+def _compare(outcomes: list[Outcome], expected: dict[str, object]) -> int:
+    """The exit code: 0 when the tests that fail are those expected to, and no others."""
+    wrong = [o for o in outcomes if not o.passed and str(o.test) not in expected]
+    surprises = [o for o in outcomes if o.passed and str(o.test) in expected]
+    for outcome in wrong:
+        print(f"{outcome.result}: {outcome.test}")
+    for outcome in surprises:
+        print(f"passed, although it is said to differ: {outcome.test}")
+    return 1 if wrong or surprises else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

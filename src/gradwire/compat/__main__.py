@@ -1,0 +1,35 @@
+"""Runs a program with gradwire in the place of torch's RPC: python -m gradwire.compat train.py"""
+
+from __future__ import annotations
+
+import runpy
+import sys
+from pathlib import Path
+
+from gradwire.compat import install
+
+
+def main() -> None:
+    command = sys.argv[1:]
+    if not command or command == ["-m"]:
+        sys.exit("usage: python -m gradwire.compat (script.py | -m module) [arguments...]")
+    install()
+    if command[0] == "-m":
+        sys.argv = command[1:]
+        sys.path.insert(0, "")
+        runpy.run_module(command[1], run_name="__main__", alter_sys=True)
+        return
+    script = command[0]
+    sys.argv = command
+    sys.path[0] = str(Path(script).resolve().parent)
+    # In the real __main__, not in a module that is emptied when it is through: threads of the
+    # program may live longer, and functions are sent under the name __main__.
+    program = sys.modules["__main__"].__dict__
+    for name in [name for name in program if not name.startswith("__")]:
+        del program[name]
+    program.update(__file__=script, __doc__=None, __spec__=None, __package__=None)
+    exec(compile(Path(script).read_bytes(), script, "exec"), program)
+
+
+if __name__ == "__main__":
+    main()

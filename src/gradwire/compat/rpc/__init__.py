@@ -1,0 +1,177 @@
+"""gradwire as ``torch.distributed.rpc``."""
+
+from __future__ import annotations
+
+import logging
+import os
+from typing import Any
+from urllib.parse import urlparse
+
+from gradwire.agent.roster import open_store
+from gradwire.compat import autograd as _autograd
+from gradwire.compat.rpc import api, backend_registry, constants, functions, internal, options
+from gradwire.compat.rpc.agents import (
+    RpcAgent,
+    TensorPipeAgent,
+    _get_current_rpc_agent,
+    _is_current_rpc_agent_set,
+    _reset_current_rpc_agent,
+    _set_and_start_rpc_agent,
+    _set_rpc_timeout,
+    enable_gil_profiling,
+    get_rpc_timeout,
+)
+from gradwire.compat.rpc.api import (
+    AllGatherStates,
+    RRef,
+    _all_gather,
+    _barrier,
+    _delete_all_user_and_unforked_owner_rrefs,
+    _require_initialized,
+    _wait_all,
+    _wait_all_workers,
+    get_worker_info,
+    remote,
+    rpc_async,
+    rpc_sync,
+    shutdown,
+    users,
+)
+from gradwire.compat.rpc.backend_registry import (
+    backend_registered,
+    construct_rpc_backend_options,
+    init_backend,
+    register_backend,
+)
+from gradwire.compat.rpc.constants import UNSET_RPC_TIMEOUT
+from gradwire.compat.rpc.options import RpcBackendOptions, TensorPipeRpcBackendOptions
+from gradwire.config import Options
+from gradwire.ids import WorkerInfo
+
+__all__ = [
+    "AllGatherStates",
+    "BackendType",
+    "RRef",
+    "TensorPipeRpcBackendOptions",
+    "backend_registered",
+    "construct_rpc_backend_options",
+    "get_worker_info",
+    "init_backend",
+    "init_rpc",
+    "is_available",
+    "register_backend",
+    "remote",
+    "rpc_async",
+    "rpc_sync",
+    "shutdown",
+]
+
+logger = logging.getLogger("gradwire")
+
+PyRRef = RRef
+_UNSET_RPC_TIMEOUT = UNSET_RPC_TIMEOUT
+_DEFAULT_RPC_TIMEOUT_SEC = constants.DEFAULT_RPC_TIMEOUT_SEC
+_DEFAULT_INIT_METHOD = constants.DEFAULT_INIT_METHOD
+_DEFAULT_NUM_WORKER_THREADS = constants.DEFAULT_NUM_WORKER_THREADS
+_is_tensorpipe_available = True
+
+
+def __getattr__(name: str) -> Any:
+    if name == "BackendType":
+        return backend_registry.BackendType  # it changes when a backend is registered
+    raise AttributeError(f"module 'torch.distributed.rpc' has no attribute {name!r}")
+
+
+def is_available() -> bool:
+    return True
+
+
+def init_rpc(
+    name: str,
+    backend: Any = None,
+    rank: int = -1,
+    world_size: int | None = None,
+    rpc_backend_options: Any = None,
+) -> None:
+    """Make this process a worker and wait until the group is complete."""
+    if backend is not None and not isinstance(backend, backend_registry._Backend):
+        raise TypeError("Argument backend must be a member of BackendType")
+    given = rpc_backend_options
+    if given is not None and not isinstance(given, RpcBackendOptions):
+        raise TypeError("Argument rpc_backend_options must be an instance of RpcBackendOptions")
+    if backend is None:
+        backend = _backend_of(given)
+    if given is None:
+        given = construct_rpc_backend_options(backend)
+    if not world_size and rank < 0:
+        _check_environment(given.init_method)
+    store, rank, world_size = open_store(
+        given.init_method, rank, world_size, Options.init_timeout
+    )
+    _autograd._init(rank)
+    _init_rpc_backend(backend, store, name, rank, world_size, given)
+
+
+def _backend_of(given: Any) -> Any:
+    """The backend whose options these are; gradwire, if there are none."""
+    kinds = backend_registry.BackendType
+    if given is None:
+        return kinds.TENSORPIPE
+    for kind in kinds:
+        if type(construct_rpc_backend_options(kind)) is type(given):
+            return kind
+    raise TypeError(f"Could not infer backend for options {given}")
+
+
+def _check_environment(init_method: str) -> None:
+    if urlparse(init_method).scheme != "env":
+        raise ValueError(f"rank parameter missing: init_rpc needs one to meet at {init_method!r}")
+    if "RANK" not in os.environ:
+        raise ValueError(
+            "init_rpc was given no rank, and the environment variable RANK expected to tell it is "
+            "not set"
+        )
+
+
+def _init_rpc_backend(
+    backend: Any = None,
+    store: Any = None,
+    name: str | None = None,
+    rank: int = -1,
+    world_size: int | None = None,
+    rpc_backend_options: Any = None,
+) -> None:
+    if _is_current_rpc_agent_set():
+        raise RuntimeError("RPC is already initialized")
+    agent = init_backend(
+        backend or backend_registry.BackendType.TENSORPIPE,
+        store=store,
+        name=name,
+        rank=rank,
+        world_size=world_size,
+        rpc_backend_options=rpc_backend_options,
+    )
+    api._init_rpc_states(agent)
+
+
+# -- looking inside
+
+
+def _rref_context_get_debug_info() -> dict[str, str]:
+    counts = _get_current_rpc_agent().worker.refs.debug_info()
+    numbers = {
+        "num_owner_rrefs": counts["num_owner_rrefs"],
+        "num_forks": counts["num_forks"],
+        "num_pending_users": sum(rref.is_pending() for rref in list(users)),
+        "num_pending_futures": counts["num_pending_messages"],
+    }
+    return {key: str(number) for key, number in numbers.items()}
+
+
+@_require_initialized
+def _get_debug_info() -> dict[str, str]:
+    return {
+        **_rref_context_get_debug_info(),
+        **_get_current_rpc_agent().get_debug_info(),
+        **_autograd._get_debug_info(),
+    }
