@@ -93,7 +93,8 @@ class Engine:
         left = 0.0
         if about.how.seconds:
             left = max(0.001, about.deadline - time.monotonic())
-        value = (about.context.id, about.id, about.how._replace(seconds=left), news)
+        how = (*about.how[:-1], left)
+        value = (about.context.id, about.id, how, news)
         encoded = self.agent.codec.encode(value)
         return encoded, self._tags(about, worker, encoded), left
 
@@ -127,7 +128,7 @@ class Engine:
             found = context.passes.get(pass_id)
             first = found is None
             if found is None:
-                found = Pass(self, context, pass_id, how, sender)
+                found = Pass(self, context, pass_id, How(*how), sender)
                 context.passes[pass_id] = found
         if first:
             try:

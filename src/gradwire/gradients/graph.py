@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -66,14 +66,25 @@ Source = Root | Send
 Anchor = tuple[Recv, int]
 
 
-@dataclass(slots=True)
 class Region:
-    """A connected part of the graph."""
+    """A connected part of the graph, and how far a pass has got with it."""
 
-    sources: list[Source] = field(default_factory=list)
-    #: Whose gradients are asked for.
-    leaves: list[Tensor] = field(default_factory=list)
-    anchors: list[Anchor] = field(default_factory=list)
+    __slots__ = (
+        "anchors", "dead", "has_gradient", "leaves", "out", "queued", "reached", "sources",
+    )  # fmt: skip
+
+    def __init__(self) -> None:
+        self.sources: list[Source] = []
+        #: Whose gradients are asked for.
+        self.leaves: list[Tensor] = []
+        self.anchors: list[Anchor] = []
+        #: How many of its sources have not been answered yet.
+        self.out = 0
+        self.has_gradient = False
+        self.queued = False
+        #: The starts without a gradient, as bits, and per anchor those that reach it.
+        self.dead = 0
+        self.reached: list[int] | None = None
 
     def starts(self, id: int) -> range:
         """The roots and ends of a region are its starts. These are the numbers of those of a send,
@@ -116,25 +127,26 @@ def make_plan(
     sources: Sequence[Source], recvs: Sequence[Recv], wanted: Sequence[Tensor] | None = None
 ) -> Plan:
     """Plan a pass. `wanted` are the tensors whose gradients are asked for; None: all leaves."""
-    anchors = {id(a): (recv, n) for recv in recvs for n, a in enumerate(recv.anchors)}
+    anchors = {anchor: (recv, n) for recv in recvs for n, anchor in enumerate(recv.anchors)}
     part_of: dict[Any, int] = {}
     parts = _Parts(len(sources))
-    leaves: list[tuple[int, Tensor]] = []
-    starts = _starts(sources)
-    for part, nodes in enumerate(starts):
+    sinks: list[tuple[int, Any]] = []
+    for part, nodes in enumerate(_starts(sources)):
         for node in nodes:
-            _walk(node, part, part_of, parts, leaves)
+            _walk(node, part, part_of, parts, anchors, sinks)
     regions: dict[int, Region] = {}
     for part, source in enumerate(sources):
-        regions.setdefault(parts.find(part), Region()).sources.append(source)
+        found = parts.find(part)
+        if found not in regions:
+            regions[found] = Region()
+        regions[found].sources.append(source)
     asked = None if wanted is None else {id(tensor) for tensor in wanted}
-    for part, leaf in leaves:
+    for part, node in sinks:
         region = regions[parts.find(part)]
-        anchor = anchors.pop(id(leaf), None)
-        if anchor is not None:
-            region.anchors.append(anchor)
-        elif asked is None or id(leaf) in asked:
-            region.leaves.append(leaf)
+        if type(node) is not _Leaf:
+            region.anchors.append(anchors.pop(node))
+        elif asked is None or id(node.variable) in asked:
+            region.leaves.append(node.variable)
     for tensor in wanted or ():
         if tensor.grad_fn in part_of:
             regions[parts.find(part_of[tensor.grad_fn])].leaves.append(tensor)
@@ -142,9 +154,14 @@ def make_plan(
 
 
 def _walk(
-    start: Any, part: int, part_of: dict[Any, int], parts: _Parts, leaves: list[tuple[int, Tensor]]
+    start: Any,
+    part: int,
+    part_of: dict[Any, int],
+    parts: _Parts,
+    anchors: dict[Any, Anchor],
+    sinks: list[tuple[int, Any]],
 ) -> None:
-    """Mark all nodes that a source reaches and nobody has marked, and find the leaves there."""
+    """Mark all nodes that a source reaches and nobody has marked, and find the sinks there."""
     found = part_of.get(start, -1)
     if found >= 0:
         parts.join(part, found)
@@ -153,8 +170,8 @@ def _walk(
     stack = [start]
     while stack:
         node = stack.pop()
-        if type(node) is _Leaf:
-            leaves.append((part, node.variable))
+        if type(node) is _Leaf or node in anchors:
+            sinks.append((part, node))
             continue
         for child, _ in node.next_functions:
             if child is not None:
@@ -212,12 +229,9 @@ def reached_by(region: Region) -> list[int]:
     masks: dict[Any, int] = dict.fromkeys(order, 0)
     for bit, start in enumerate(itertools.chain(*_starts(region.sources))):
         masks[start] |= 1 << bit
-    at_leaf: dict[int, int] = {}
     for node in order:
         mask = masks[node]
-        if type(node) is _Leaf:
-            at_leaf[id(node.variable)] = mask
         for child, _ in node.next_functions:
             if child is not None:
                 masks[child] |= mask
-    return [at_leaf[id(recv.anchors[n])] for recv, n in region.anchors]
+    return [masks[recv.anchors[n]] for recv, n in region.anchors]
