@@ -16,7 +16,7 @@ from torch import Tensor
 
 from gradwire import current
 from gradwire.config import UNSET_TIMEOUT
-from gradwire.gradients.context import current_id
+from gradwire.gradients.context import add_up, current_id
 from gradwire.gradients.graph import make_roots
 from gradwire.gradients.passes import How
 
@@ -98,9 +98,8 @@ def grad(
         seconds=worker.agent.timeout(timeout),
     )
     given = None if grad_outputs is None else _listed(grad_outputs)
-    pairs = worker.engine.run(found, make_roots(outputs, given), how, inputs)
-    gradients = {id(tensor): gradient for tensor, gradient in pairs}
-    result = tuple(gradients.get(id(tensor)) for tensor in inputs)
+    sums = add_up({}, worker.engine.run(found, make_roots(outputs, given), how, inputs))
+    result = tuple(sums[id(tensor)][1] if id(tensor) in sums else None for tensor in inputs)
     if not allow_unused and None in [None if g is None else 0 for g in result]:
         raise RuntimeError(
             "one of the inputs was not used to compute the outputs. If that is as it should be, "

@@ -216,10 +216,12 @@ class Engine:
 
     # -- contexts
 
-    def release(self, context_id: int) -> None:
+    def release(self, context_id: int, heard_from: int = -1) -> None:
         """Release a context here and wherever it is known. Others hear of it with the next call
         that goes to them anyway; and soon by a message of its own, for many contexts at once."""
-        for worker in self._contexts.release(context_id) - {self.agent.info.id}:
+        for worker in self._contexts.release(context_id):
+            if worker in (heard_from, self.agent.info.id):
+                continue
             with self._lock:
                 self.released_for.setdefault(worker, []).append(context_id)
                 self._unconfirmed.setdefault(worker, []).append(context_id)
@@ -248,7 +250,7 @@ class Engine:
 
     def _serve_cleanup(self, request: Request) -> None:
         for id in request.decode():
-            self.release(id)
+            self.release(id, request.caller.id)
         request.answer(None)
 
     def _clear_up_after(self, info: WorkerInfo) -> None:

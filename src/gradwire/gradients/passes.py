@@ -46,7 +46,16 @@ from gradwire.gradients.functions import (
     make_gate,
     running,
 )
-from gradwire.gradients.graph import Anchor, Region, Root, make_plan, nodes_of, reached_by
+from gradwire.gradients.graph import (
+    Anchor,
+    Region,
+    Root,
+    is_loose,
+    make_plan,
+    nodes_of,
+    reached_by,
+    starts_of,
+)
 from gradwire.wire.values import call_name
 
 if TYPE_CHECKING:
@@ -104,7 +113,10 @@ class Pass:
         self._changed = threading.Condition(self._lock)
         self._waiting = 0
         self._planned = False
-        self._sends: list[Send] = []
+        self._sends: dict[int, Send] = {}
+        self._wanted: set[int] = set()
+        #: Leaves that were sent get what is sent back; not if torch has to put it into `.grad`.
+        self._loose = not context.into_grad or how.for_inputs
         #: By send: the region it is a source of, and the answer once it is there.
         self._region_of: dict[int, Region] = {}
         self._answers: dict[int, list[Tensor | None] | None] = {}
@@ -134,13 +146,15 @@ class Pass:
     def begin(self, roots: Sequence[Root], inputs: Sequence[Tensor] = ()) -> None:
         """Find out what there is to do here."""
         context = self.context
+        self._wanted = {id(tensor) for tensor in inputs}
         with context.lock:
             sends = list(context.sends.values())
             recvs = list(context.recvs.values())
             known = set(context.known)
-        plan = make_plan([*roots, *sends], recvs, inputs if self.how.for_inputs else None)
+        wanted = inputs if self.how.for_inputs else None
+        plan = make_plan([*roots, *sends], recvs, wanted, loose=self._loose)
         with self._lock:
-            self._sends = sends
+            self._sends = {send.id: send for send in sends}
             self._replies = {recv.id: _Reply(recv) for recv in recvs}
             self._recv_ids = frozenset(self._replies)
             for region in plan.regions:
@@ -169,7 +183,8 @@ class Pass:
             self._ready.append(region)
 
     def _unanswered(self, worker: int) -> list[int]:
-        return [s.id for s in self._sends if s.to == worker and s.id not in self._answers]
+        answers = self._answers
+        return [id for id, send in self._sends.items() if send.to == worker and id not in answers]
 
     # -- answers
 
@@ -213,10 +228,17 @@ class Pass:
         return True
 
     def _take_answer(self, id: int, gradients: list[Tensor | None] | None) -> None:
-        region = self._region_of.get(id)
-        if region is None or id in self._answers:
+        send = self._sends.get(id)
+        if send is None or id in self._answers:
             return
         self._answers[id] = gradients
+        if self._loose and gradients is not None:
+            for end, gradient in zip(send.ends, gradients, strict=False):
+                if gradient is not None and is_loose(end):
+                    self._stage(end, gradient)
+        region = self._region_of.get(id)
+        if region is None:
+            return
         region.out -= 1
         if gradients is not None:
             region.has_gradient = True
@@ -227,8 +249,9 @@ class Pass:
     def _lose_starts(self, region: Region, id: int, gradients: Gradients) -> None:
         """Some tensors of a send have no gradient. Neither have the anchors that are reached from
         nowhere else."""
-        for position, bit in enumerate(region.starts(id)):
-            if position >= len(gradients) or gradients[position] is None:
+        for bit, (source, position) in enumerate(starts_of(region)):
+            lost = position >= len(gradients) or gradients[position] is None
+            if lost and type(source) is Send and source.id == id:
                 region.dead |= 1 << bit
         if region.reached is None:
             region.reached = reached_by(region)
@@ -284,7 +307,7 @@ class Pass:
                 self.fail(self._explain(error, region))
 
     def _run(self, region: Region) -> None:
-        how = self.how
+        how, loose = self.how, self._loose
         outputs: list[Tensor | GradientEdge] = []
         seeds: list[Tensor] = []
         gates: list[Send] = []
@@ -300,7 +323,7 @@ class Pass:
                     gates.append(source)
                     continue
                 for position, gradient in enumerate(answer or ()):
-                    if gradient is not None:
+                    if gradient is not None and not (loose and is_loose(source.ends[position])):
                         outputs.append(source.target(position))
                         seeds.append(gradient)
             anchors = [
@@ -348,7 +371,7 @@ class Pass:
             count = len(leaves)
             for leaf, gradient in zip(leaves, found, strict=False):
                 if gradient is not None:
-                    self._staged.append((leaf, gradient))
+                    self._stage(leaf, gradient)
             for (recv, position), gradient in zip(anchors, found[count:], strict=False):
                 self._settle(recv.id, position, gradient)
             for recv, position in region.anchors:
@@ -357,6 +380,10 @@ class Pass:
                 if type(source) is Send:
                     self._answers[source.id] = None  # used up
             self._unfinished -= 1
+
+    def _stage(self, leaf: Tensor, gradient: Tensor) -> None:
+        if not self.how.for_inputs or id(leaf) in self._wanted:
+            self._staged.append((leaf, gradient))
 
     def _watch(
         self, anchors: Sequence[Anchor], *, execute: bool
@@ -387,12 +414,12 @@ class Pass:
                 self._wait_until(lambda: send.id in self._answers)
         if self.error is not None:
             raise GradwireError("the backward pass was given up") from self.error
-        # Torch has no sparse gradients of an alias, which is what the gate leads to.
-        answer = [
-            gradient.to_dense() if gradient is not None and gradient.is_sparse else gradient
-            for gradient in self._answers[send.id] or ()
-        ]
-        return answer + [None] * (len(send.ends) - len(answer))
+        answer: list[Tensor | None] = [None] * len(send.ends)
+        for position, gradient in enumerate(self._answers[send.id] or ()):
+            if gradient is not None and not (self._loose and is_loose(send.ends[position])):
+                # Torch has no sparse gradients of an alias, which is what the gate leads to.
+                answer[position] = gradient.to_dense() if gradient.is_sparse else gradient
+        return answer
 
     def _drive_elsewhere(self) -> None:
         agent = self._engine.agent
@@ -492,7 +519,7 @@ class Pass:
             or self._to_myself
             or self._unsure
             or self._children
-            or len(self._answers) < len(self._region_of)
+            or len(self._answers) < len(self._sends)
         ):
             return
         if not self._untold or self._untold == {self.parent}:
@@ -542,7 +569,7 @@ class Pass:
 
     def _missing(self) -> str:
         with self._lock:
-            owing = {send.to for send in self._sends if send.id not in self._answers}
+            owing = {send.to for id, send in self._sends.items() if id not in self._answers}
             owing |= self._children
         names = [repr(self._engine.agent.peers.find(worker).info.name) for worker in owing]
         return "workers " + ", ".join(sorted(names)) if names else "its own part"
