@@ -8,8 +8,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from typing import Any
 
 from torch import Tensor
@@ -23,8 +22,7 @@ from gradwire.gradients.passes import How
 __all__ = ["backward", "context", "get_gradients", "grad"]
 
 
-@contextmanager
-def context(into_grad: bool = False) -> Iterator[int]:
+class context:
     """Record the calls of a block, so that `backward` can go through them; gives the context's id.
 
     Gradients are collected in the context, for `get_gradients` and
@@ -36,14 +34,19 @@ def context(into_grad: bool = False) -> Iterator[int]:
         ...     loss = rpc.rpc_sync("worker1", compute_loss, args=(x,))
         ...     backward(context_id, [loss])
     """
-    worker = current.worker()
-    made = worker.contexts.new(into_grad)
-    token = current_id.set(made.id)
-    try:
-        yield made.id
-    finally:
-        current_id.reset(token)
-        worker.engine.release(made.id)
+
+    def __init__(self, into_grad: bool = False):
+        self._into_grad = into_grad
+
+    def __enter__(self) -> int:
+        self._worker = current.worker()
+        self._id: int = self._worker.contexts.new(self._into_grad).id
+        self._token = current_id.set(self._id)
+        return self._id
+
+    def __exit__(self, *_error: object) -> None:
+        current_id.reset(self._token)
+        self._worker.engine.release(self._id)
 
 
 def backward(

@@ -50,7 +50,6 @@ class Context:
         self.id = id
         self._messages = messages
         self.lock = threading.RLock()
-        self.changed = threading.Condition(self.lock)
         self.sends: dict[int, Send] = {}
         self.recvs: dict[int, Recv] = {}
         #: The workers this one has exchanged messages with in this context.
@@ -113,9 +112,11 @@ class Context:
 
     def has_succeeded(self, id: int) -> bool:
         """Whether a pass has succeeded; waits for the end of one that is just ending."""
-        with self.changed:
-            self.changed.wait_for(lambda: id not in self.passes, 10.0)
-            return self._ended.get(id, False)
+        with self.lock:
+            ending = self.passes.get(id)
+        if ending is not None:
+            ending.wait_until_over()
+        return self._ended.get(id, False)
 
     def successes(self) -> tuple[int, ...]:
         """The passes known to have succeeded."""

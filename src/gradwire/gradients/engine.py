@@ -146,7 +146,7 @@ class Engine:
         know of the pass; of success they hear with the next call, or when they ask."""
         context = ended.context
         staged: list[tuple[Tensor, Tensor]] = []
-        with context.changed:
+        with context.lock:
             if context.passes.pop(ended.id, None) is None:
                 return staged
             context.note_outcome(ended.id, succeeded)
@@ -154,7 +154,7 @@ class Engine:
                 staged = ended.take_staged()
                 if not ended.how.for_inputs:
                     context.add_gradients(staged)
-            context.changed.notify_all()
+        ended.is_over()
         if not succeeded:
             self._spread_failure(ended)
         return staged

@@ -32,7 +32,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge
-from torch.autograd.graph import _engine_run_backward as run_backward
+from torch.autograd.variable import Variable
 
 from gradwire.agent.futures import Future
 from gradwire.agent.service import Request
@@ -68,6 +68,9 @@ Answer = tuple[int, "list[Tensor | None] | None"]
 News = tuple["list[int]", "list[Answer]", int]
 
 FOREVER = float("inf")
+
+# Below `torch.autograd.grad`, whose checks cost as much as a small region.
+run_backward = Variable._execution_engine.run_backward
 #: How a worker stands to another in a pass.
 NO_CHILD, CHILD, CHILD_DONE = range(3)
 
@@ -110,8 +113,8 @@ class Pass:
         self._engine = engine
         self._me = engine.agent.info.id
         self._lock = threading.Lock()
-        self._changed = threading.Condition(self._lock)
-        self._waiting = 0
+        #: Made when somebody has to wait.
+        self._changed: threading.Condition | None = None
         self._planned = False
         self._sends: dict[int, Send] = {}
         self._wanted: set[int] = set()
@@ -138,6 +141,7 @@ class Pass:
         self.error: BaseException | None = None
         #: This worker's part is done, and so are those of its children.
         self.finished = False
+        self._over = False
         self._staged: list[tuple[Tensor, Tensor]] = []
         self._before: list[tuple[Tensor, Tensor | None]] = []
 
@@ -554,17 +558,17 @@ class Pass:
             )
 
     def _wait(self, ready: Callable[[], bool]) -> None:
+        """The lock is held when this is called and when it returns."""
+        if self._changed is None:
+            self._changed = threading.Condition(self._lock)
         left = self.deadline - time.monotonic()
-        self._waiting += 1
-        try:
-            self._changed.wait_for(
-                lambda: ready() or self.error, None if left == FOREVER else max(0.0, left)
-            )
-        finally:
-            self._waiting -= 1
+        self._changed.wait_for(
+            lambda: ready() or self.error is not None, None if left == FOREVER else max(0.0, left)
+        )
 
     def _notify(self) -> None:
-        if self._waiting:
+        """Have those who wait look again."""
+        if self._changed is not None:
             self._changed.notify_all()
 
     def _missing(self) -> str:
@@ -576,13 +580,13 @@ class Pass:
 
     def fail(self, error: BaseException) -> None:
         """Give the pass up, here and everywhere."""
-        with self._changed:
+        with self._lock:
             if self.error is not None:
                 return
             self.error = error
             self._staged = []
             before, self._before = self._before, []
-            self._changed.notify_all()
+            self._notify()
         for leaf, gradient in reversed(before):
             if gradient is None or leaf.grad is None:
                 leaf.grad = gradient
@@ -596,6 +600,16 @@ class Pass:
             staged, self._staged = self._staged, []
             self._before = []
         return staged
+
+    def is_over(self) -> None:
+        """Its outcome is known."""
+        with self._lock:
+            self._over = True
+            self._notify()
+
+    def wait_until_over(self) -> None:
+        with self._lock:
+            self._wait(lambda: self._over)
 
 
 def _make_gates(gates: list[Send], region: Region) -> list[Tensor]:
