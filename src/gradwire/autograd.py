@@ -35,12 +35,14 @@ class context:
         ...     backward(context_id, [loss])
     """
 
+    _id: int
+
     def __init__(self, into_grad: bool = False):
         self._into_grad = into_grad
 
     def __enter__(self) -> int:
         self._worker = current.worker()
-        self._id: int = self._worker.contexts.new(self._into_grad).id
+        self._id = self._worker.contexts.new(self._into_grad).id
         self._token = current_id.set(self._id)
         return self._id
 

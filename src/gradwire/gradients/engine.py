@@ -137,7 +137,8 @@ class Engine:
                 found.fail(error)
         found.take(sender, news)
         found.reply_to(request)
-        found.drive()
+        if found.has_work():
+            found.drive()
 
     # -- outcomes
 

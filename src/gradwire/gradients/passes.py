@@ -503,6 +503,16 @@ class Pass:
         else:
             self._engine.answer(self, request, news)
 
+    def has_work(self) -> bool:
+        """Whether there is something to drive. Who adds to it from now on drives it too."""
+        return bool(
+            self._ready
+            or self._outbox
+            or self._untold
+            or self._to_myself
+            or (self.finished and not self._parent_knows)
+        )
+
     def _news_for(self, worker: int) -> News:
         sends: list[int] = []
         self.involved.add(worker)
