@@ -89,7 +89,9 @@ def load(plain_torch: bool = False) -> dict[str, type]:
         loaded: dict[str, type] = {}
         for name, (module, fixture) in CLASSES.items():
             tests = getattr(importlib.import_module(f"{_HOME}.{module}"), name)
-            loaded[name] = type(name, (tests, fixtures[fixture], Forked), {})
+            kind = type(name, (tests, fixtures[fixture], Forked), {"__module__": __name__})
+            # Some tests send themselves, so they must be found by name.
+            loaded[name] = globals()[name] = kind
     return loaded
 
 

@@ -13,6 +13,7 @@ from gradwire.agent.agent import Agent
 from gradwire.agent.futures import Future, when_all
 from gradwire.agent.peers import Peer
 from gradwire.agent.service import Request
+from gradwire.errors import EncodingError
 from gradwire.wire.messages import Kind
 from gradwire.wire.values import call_name
 
@@ -72,6 +73,15 @@ class Calls:
             (func, args, kwargs), unsettled = self._agent.decode(
                 request.payload, request.buffers, request.tags
             )
+        except (AttributeError, ImportError) as error:
+            unknown = EncodingError(
+                f"the call cannot be read on worker {self._agent.info.name!r}: {error}. The RPC "
+                "pickler does not serialize the code of functions and classes: there must be one "
+                "of that name in that module there too"
+            )
+            unknown.__cause__ = error
+            fail(unknown, "reading the arguments")
+            return
         except BaseException as error:
             fail(error, "reading the arguments")
             return

@@ -115,6 +115,7 @@ class Future(torch.futures.Future, Generic[T]):  # type: ignore[type-arg]
     def then(self, callback: Callable[[Future[T]], S]) -> Future[S]:
         """A future of what `callback` makes of this one, once it is done. The callback sees the
         context variables of the place where it was added."""
+        _check_callback(callback)
         child: Future[S] = Future(self._waiting_for_child(), f"a callback of {self._name}")
         context = contextvars.copy_context()
 
@@ -129,6 +130,7 @@ class Future(torch.futures.Future, Generic[T]):  # type: ignore[type-arg]
 
     def add_done_callback(self, callback: Callable[[Future[T]], None]) -> None:
         """Call `callback` with this future when it is done. What it raises is logged."""
+        _check_callback(callback)
         context = contextvars.copy_context()
 
         def run() -> None:
@@ -170,6 +172,14 @@ class Future(torch.futures.Future, Generic[T]):  # type: ignore[type-arg]
                 failure.error,
                 exc_info=failure.error,
             )
+
+
+def _check_callback(callback: Any) -> None:
+    if not callable(callback):
+        raise TypeError(
+            f"incompatible function arguments. A callback takes a future, and {callback!r} cannot "
+            "even be called"
+        )
 
 
 def _run_all(callbacks: deque[Callable[[], None]]) -> None:

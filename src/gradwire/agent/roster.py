@@ -33,7 +33,10 @@ class Member:
 
     @classmethod
     def from_json(cls, text: str | bytes) -> Member:
-        name, id, incarnation, addresses = json.loads(text)
+        found = json.loads(text)
+        if isinstance(found, dict):
+            raise SetupError(f"the group cannot meet: {found['refused']}")
+        name, id, incarnation, addresses = found
         return cls(WorkerInfo(name, id), incarnation, tuple(Address(*a) for a in addresses))
 
 
@@ -123,9 +126,10 @@ class StoreRoster:
     def join(self, member: Member) -> None:
         info = member.info
         if self._store.add(f"{self._prefix}/claims/{info.name}", 1) != 1:
-            raise SetupError(
-                f"worker name {info.name!r} is not unique: another worker of the group has it"
-            )
+            why = f"worker name {info.name!r} is not unique: another worker of the group has it"
+            if self.fixed:  # the others need not wait for this one
+                self._set(f"member/{info.id}", json.dumps({"refused": why}))
+            raise SetupError(why)
         self._set(f"member/{info.id}", member.to_json())
         self._set(f"name/{info.name}", str(info.id))
         joined = self._store.add(f"{self._prefix}/joined", 1)

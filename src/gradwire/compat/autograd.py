@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -9,7 +10,9 @@ from torch import Tensor
 
 from gradwire import autograd, current
 from gradwire.compat.graph import DistAutogradContext
+from gradwire.errors import GradwireError
 from gradwire.gradients.context import current_id
+from gradwire.gradients.graph import make_roots
 
 __all__ = ["backward", "context", "get_gradients", "is_available"]
 
@@ -28,6 +31,7 @@ class context:
     """Records the calls of a block; see `gradwire.autograd.context`."""
 
     def __enter__(self) -> int:
+        _check_not_inside()
         self._manager = autograd.context()
         return self._manager.__enter__()
 
@@ -37,13 +41,46 @@ class context:
 
 def backward(context_id: int, roots: Sequence[Tensor], retain_graph: bool = False) -> None:
     """Compute the gradients of the roots; see `gradwire.autograd.backward`."""
-    autograd.backward(context_id, roots, retain_graph)
+    if not isinstance(context_id, int) or not isinstance(roots, (list, tuple)):
+        raise TypeError(
+            "backward(): incompatible function arguments. It takes the id of a context and a list "
+            f"of tensors, not {context_id!r} and {roots!r}"
+        )
+    current.worker().contexts.get(context_id)
+    try:
+        make_roots(roots)
+    except ValueError as error:
+        raise RuntimeError(str(error)) from error
+    try:
+        autograd.backward(context_id, roots, retain_graph)
+    except GradwireError:
+        raise
+    except Exception as error:
+        raise RuntimeError(f"Error on Node {_where(error)}: {error}") from error
+
+
+def _where(error: BaseException) -> int:
+    """The id of the worker on which a pass has failed."""
+    worker = current.worker()
+    found = re.search('on worker "(.+?)"', str(error.__cause__))
+    info = worker.info if found is None else worker.worker_info(found[1])
+    id: int = info.id
+    return id
 
 
 # -- looking inside
 
 
+def _check_not_inside() -> None:
+    if current_id.get() is not None:
+        raise RuntimeError(
+            "Already have an autograd context id for this thread. Contexts of gradwire.autograd "
+            "may nest; those of torch.distributed.autograd may not"
+        )
+
+
 def _new_context() -> DistAutogradContext:
+    _check_not_inside()
     made = current.worker().contexts.new()
     current_id.set(made.id)
     return DistAutogradContext(made)

@@ -13,7 +13,7 @@ import torch
 from torch.autograd.graph import GradientEdge
 
 from gradwire.gradients.context import Context
-from gradwire.gradients.functions import Recv, Send
+from gradwire.gradients.functions import Recv, Send, edge_of_leaf
 
 _NAMESPACE = "torch::distributed::autograd"
 
@@ -97,7 +97,7 @@ class Node:
 
 def _edge(target: torch.Tensor | GradientEdge) -> tuple[Any, int]:
     if isinstance(target, torch.Tensor):
-        target = torch.autograd.graph.get_gradient_edge(target)
+        target = edge_of_leaf(target)
     return target.node, target.output_nr
 
 
@@ -109,7 +109,5 @@ def _shown(context: Context, node: Any, number: int) -> tuple[Any, int]:
 
 
 def _leads_to(node: Any, recv: Recv) -> bool:
-    """Whether a node is what made one of the tensors of a message out of its anchor."""
-    edges = getattr(node, "next_functions", ())
-    leaf = getattr(edges[0][0], "variable", None) if len(edges) == 1 else None
-    return leaf is not None and any(leaf is anchor for anchor in recv.anchors)
+    """Whether a node is where one of the tensors of a message comes from."""
+    return any(node is anchor for anchor in recv.anchors)

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import contextvars
 import threading
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor
 
 from gradwire.errors import GradwireError
@@ -92,7 +93,7 @@ class Context:
 
     def add_gradients(self, gradients: list[tuple[Tensor, Tensor]]) -> None:
         with self.lock:
-            add_up(self._gradients, gradients)
+            add_up(self._gradients, _unshared(gradients))
 
     def gradients(self) -> dict[Tensor, Tensor]:
         with self.lock:
@@ -138,6 +139,28 @@ class Context:
         for running in unfinished:
             running.fail(GradwireError(f"autograd context {self.id} was released"))
         return known
+
+
+def _unshared(gradients: list[tuple[Tensor, Tensor]]) -> list[tuple[Tensor, Tensor]]:
+    """Gradients that can be changed in place, clipped for one, without changing another: a function
+    may have given the same memory to two of its inputs, or one element in the place of many."""
+    uses = Counter([_memory(gradient) for _, gradient in gradients])
+    return [
+        (leaf, _copied(gradient))
+        if uses[_memory(gradient)] > 1 or (not gradient.is_sparse and 0 in gradient.stride())
+        else (leaf, gradient)
+        for leaf, gradient in gradients
+    ]
+
+
+def _memory(gradient: Tensor) -> int:
+    return (gradient._values() if gradient.is_sparse else gradient).data_ptr()
+
+
+def _copied(gradient: Tensor) -> Tensor:
+    if gradient.is_sparse:
+        return gradient.clone()
+    return gradient.clone(memory_format=torch.contiguous_format)
 
 
 class Contexts:

@@ -55,6 +55,11 @@ def edge_behind(node: Any) -> GradientEdge:
     return GradientEdge(*node.next_functions[0])
 
 
+def edge_of_leaf(leaf: Tensor) -> GradientEdge:
+    """Where the gradient of a leaf goes. torch itself says so only of what it can make views of."""
+    return edge_behind(_like(leaf).grad_fn)
+
+
 class Send:
     """A differentiable message that has left."""
 

@@ -17,9 +17,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import get_gradient_edge
 
-from gradwire.gradients.functions import Recv, Send
+from gradwire.gradients.functions import Recv, Send, edge_of_leaf
 
 _Leaf: Any = torch._C._functions.AccumulateGrad  # type: ignore[attr-defined]
 
@@ -114,7 +113,7 @@ def _starts(source: Source, loose: bool, of_leaf: dict[int, Any]) -> list[Any]:
             nodes.append(end.grad_fn)
         elif not loose or not is_loose(end):
             if id(end) not in of_leaf:
-                of_leaf[id(end)] = get_gradient_edge(end).node
+                of_leaf[id(end)] = edge_of_leaf(end).node
             nodes.append(of_leaf[id(end)])
     return nodes
 

@@ -103,12 +103,12 @@ class Refs:
         if home:
             owned = Owned(id)
             self.table.add(owned)
-            rref._set_up(self, id, self.me, owned, 0, None)
         # Beside the call, so that the owner knows whose value it is even if it cannot read it.
         tags = {_TAG: (id, fork)}
         created = self._agent.call_async(to, Kind.PYTHON_REMOTE_CALL, func, encoded, timeout, tags)
         created.expect_failure()  # it comes to light when the value is asked for
         if home:
+            rref._set_up(self, id, self.me, owned, 0, created)
             created.add_done_callback(partial(self._check_made_at_home, weakref.ref(owned)))
         else:
             rref._set_up(self, id, to.info, None, fork, created)
@@ -158,8 +158,10 @@ class Refs:
             raise
 
     def _check_creation(self, rref: RRef[Any]) -> None:
-        if rref._owned is not None and rref._owned.not_made is not None:
-            raise rref._owned.not_made
+        if rref._owned is not None:
+            if rref._owned.not_made is not None:
+                raise rref._owned.not_made
+            return
         confirmation = rref._confirmation
         if confirmation is None or not confirmation.done():
             return

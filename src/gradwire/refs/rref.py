@@ -39,7 +39,7 @@ class RRef(Generic[T]):
     _owned: Owned | None
     #: On a user: which of the references to the value this one is.
     _fork: int
-    #: On a user: done when the owner has made the value, or knows of this reference.
+    #: Done when the owner has made the value, or knows of this reference.
     _confirmation: Future[Any] | None
 
     def __init__(self, value: T, type_hint: Any = None):  # noqa: ARG002
@@ -80,7 +80,7 @@ class RRef(Generic[T]):
     def confirmed_by_owner(self) -> bool:
         """Whether the owner has made the value, or knows of this reference to it."""
         confirmation = self._confirmation
-        if confirmation is None:
+        if confirmation is None or self._owned is not None:
             return True
         return confirmation.done() and confirmation.exception() is None
 

@@ -27,7 +27,7 @@ from gradwire.compat.rpc.agents import (
 )
 from gradwire.compat.rpc.constants import DEFAULT_SHUTDOWN_TIMEOUT, UNSET_RPC_TIMEOUT
 from gradwire.compat.rpc.gathering import AllGatherStates, Gatherings
-from gradwire.compat.rpc.internal import _internal_rpc_pickler
+from gradwire.compat.rpc.internal import RPCExecMode, _internal_rpc_pickler, _recorded
 from gradwire.compat.rpc.rref import RRef, users
 from gradwire.ids import WorkerInfo
 
@@ -114,7 +114,9 @@ def rpc_sync(
 ) -> Any:
     """Run a function on a worker and return its result."""
     _check_callable(func)
-    return current.worker().rpc_sync(_to_worker_info(to), func, args or (), kwargs, timeout)
+    info = _to_worker_info(to)
+    with _recorded(RPCExecMode.SYNC, func, info):
+        return current.worker().rpc_sync(info, func, args or (), kwargs, timeout)
 
 
 @_require_initialized
@@ -128,7 +130,8 @@ def rpc_async(
     """Run a function on a worker; its result comes in a future."""
     _check_callable(func)
     info = _to_worker_info(to)
-    future = current.worker().rpc_async(info, func, args or (), kwargs, timeout)
+    with _recorded(RPCExecMode.ASYNC, func, info):
+        future = current.worker().rpc_async(info, func, args or (), kwargs, timeout)
     if hasattr(_thread_local_var, "future_list"):
         _thread_local_var.future_list.append(future)
     return future
@@ -144,7 +147,9 @@ def remote(
 ) -> Any:
     """Run a function on a worker, leave its result there and return a reference to it."""
     _check_callable(func)
-    return current.worker().remote(_to_worker_info(to), func, args or (), kwargs, timeout)
+    info = _to_worker_info(to)
+    with _recorded(RPCExecMode.REMOTE, func, info):
+        return current.worker().remote(info, func, args or (), kwargs, timeout)
 
 
 @contextlib.contextmanager
@@ -233,7 +238,7 @@ def _delete_all_user_and_unforked_owner_rrefs(
     refs = current.worker().refs
     for rref in list(users):
         users.discard(rref)
-        refs.dropped(rref._owner, rref._id, rref._fork, rref._confirmation)
+        rref.let_go()
     deadline = time.monotonic() + timeout.total_seconds()
     while refs.debug_info()["num_pending_messages"] and time.monotonic() < deadline:
         time.sleep(0.005)
@@ -243,20 +248,21 @@ def _delete_all_user_and_unforked_owner_rrefs(
 def shutdown(graceful: bool = True, timeout: float = DEFAULT_SHUTDOWN_TIMEOUT) -> None:
     """End this worker; gracefully means, when the work of the whole group is done."""
     agent = _get_current_rpc_agent()
-    leaks: dict[str, int] = {}
+    leaks = 0
     try:
         if graceful and agent.is_static_group:
             _wait_all_workers(timeout)
             _delete_all_user_and_unforked_owner_rrefs()
             agent.join(shutdown=True, timeout=timeout)
-            leaks = agent.worker.refs.debug_info()
+            leaks = agent.worker.leaks()
+        elif graceful:
+            agent.join(shutdown=True, timeout=timeout)
     finally:
         _gatherings.forget()
         users.clear()
         agent.shutdown()
         _reset_current_rpc_agent()
-    if leaks.get("num_owner_rrefs") and not _ignore_rref_leak:
+    if leaks and not _ignore_rref_leak:
         raise RuntimeError(
-            f"Leaking RRef: other workers still hold references to {leaks['num_owner_rrefs']} "
-            "values of this one"
+            f"Leaking RRef: other workers still hold references to {leaks} values of this one"
         )

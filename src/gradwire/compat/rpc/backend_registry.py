@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable
+import sys
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
+from gradwire.agent.interceptors import Interceptor
 from gradwire.agent.roster import StoreRoster
+from gradwire.agent.service import Request
 from gradwire.compat.rpc import api
 from gradwire.compat.rpc.agents import TensorPipeAgent
 from gradwire.compat.rpc.constants import DEFAULT_INIT_METHOD, DEFAULT_RPC_TIMEOUT_SEC
 from gradwire.compat.rpc.options import TensorPipeRpcBackendOptions
 from gradwire.compat.rpc.rref import RRef
+from gradwire.ids import WorkerInfo
 from gradwire.worker import Worker
 
 __all__ = [
@@ -79,7 +85,38 @@ class TorchWorker(Worker):
     def __init__(self, *args: Any, given: Any, **kwargs: Any):
         # Before anything starts: requests may come as soon as the group is complete.
         self.as_agent = TensorPipeAgent(self, given)
+        self._leaks_at_departures = 0
         super().__init__(*args, **kwargs)
+        self.agent.interceptors.append(Announcer())
+        # First: the others drop what those who leave had held.
+        self.agent.on_gone.insert(0, self._note_departure)
+
+    def _note_departure(self, _info: WorkerInfo) -> None:
+        self._leaks_at_departures = max(self._leaks_at_departures, self._held_by_others())
+
+    def _held_by_others(self) -> int:
+        return self.refs.debug_info()["num_owner_rrefs"]
+
+    def leaks(self) -> int:
+        """How many values others still held when the group parted."""
+        return max(self._leaks_at_departures, self._held_by_others())
+
+
+class Announcer(Interceptor):
+    """Lets the errors of functions that others call be seen where they happen, too."""
+
+    def serving(self, request: Request) -> AbstractContextManager[object]:
+        return _announcing(request)
+
+
+@contextmanager
+def _announcing(request: Request) -> Iterator[None]:
+    try:
+        yield
+    except Exception as error:
+        trace = "".join(traceback.format_exception(error)).rstrip()
+        print(f"called by {request.caller}:\n{trace}", file=sys.stderr)
+        raise
 
 
 def make_agent(

@@ -1,7 +1,29 @@
-"""`async_execution`, under torch's name."""
+"""`async_execution`, as torch has it."""
 
 from __future__ import annotations
 
-from gradwire.rpc.functions import async_execution
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from gradwire.rpc import functions
 
 __all__ = ["async_execution"]
+
+
+def async_execution(fn: Callable[..., Any]) -> Callable[..., Any]:
+    """Mark a function that returns a future of its result."""
+
+    @functools.wraps(fn)
+    def checked(*args: Any, **kwargs: Any) -> Any:
+        result = fn(*args, **kwargs)
+        if not isinstance(result, torch._C.Future):
+            raise RuntimeError(
+                "Functions decorated with @rpc.async_function must return a torch.futures.Future "
+                f"object, but {fn.__qualname__} returned a {type(result).__name__}"
+            )
+        return result
+
+    return functions.async_execution(checked)

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import enum
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
 from gradwire import current
-from gradwire.errors import RemoteError
-from gradwire.wire.values import add_passenger
+from gradwire.errors import NotInitializedError, RemoteError
+from gradwire.ids import WorkerInfo
+from gradwire.wire.values import Codec, add_passenger, call_name
 
 __all__ = ["PythonUDF", "RPCExecMode", "RemoteException", "deserialize", "serialize"]
 
@@ -39,14 +42,22 @@ class _InternalRPCPickler:
     """Turns values into bytes and tensors, as they travel between workers."""
 
     def serialize(self, value: Any) -> tuple[bytes, list[Tensor]]:
-        encoded = current.worker().agent.codec.encode(value)
+        encoded = _codec().encode(value)
         # References in it go with the message that is being written, and there must be one.
         for passenger in encoded.passengers:
             add_passenger(passenger)
         return encoded.payload, encoded.buffers
 
     def deserialize(self, payload: bytes, tensors: Sequence[Tensor]) -> Any:
-        return current.worker().agent.codec.decode(payload, tensors)[0]
+        return _codec().decode(payload, tensors)[0]
+
+
+def _codec() -> Codec:
+    try:
+        codec: Codec = current.worker().agent.codec
+    except NotInitializedError:
+        codec = Codec()
+    return codec
 
 
 _internal_rpc_pickler = _InternalRPCPickler()
@@ -59,3 +70,17 @@ def _build_rpc_profiling_key(
 ) -> str:
     """What a call is called in a profile."""
     return f"rpc_{exec_type.value}#{func_name}({current_worker_name} -> {dst_worker_name})"
+
+
+_not_recorded = contextlib.nullcontext()
+
+
+def _recorded(
+    mode: RPCExecMode, function: Any, to: WorkerInfo
+) -> contextlib.AbstractContextManager[Any]:
+    """Shows a call in the profile of the caller, while one is made."""
+    if not torch.autograd._profiler_enabled():
+        return _not_recorded
+    name = torch.jit._builtins._find_builtin(function) or call_name(function)
+    key = _build_rpc_profiling_key(mode, name, current.worker().name, to.name)
+    return torch.autograd.profiler.record_function(key)

@@ -52,6 +52,11 @@ class TensorPipeRpcBackendOptions(RpcBackendOptions):
         _transports: Sequence[str] | None = None,
         _channels: Sequence[str] | None = None,
     ):
+        if not isinstance(rpc_timeout, (int, float)):
+            raise TypeError(
+                "incompatible constructor arguments: rpc_timeout is a number of seconds, not "
+                f"{rpc_timeout!r}"
+            )
         super().__init__(rpc_timeout, init_method)
         self.num_worker_threads = num_worker_threads
         self.device_maps: dict[str, DeviceMap] = {}

@@ -1,4 +1,4 @@
-"""`RRef` with the names that torch's has beside the public ones."""
+"""`RRef` with the names and the wording that torch's has beside the public ones."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ from torch.futures import Future
 from gradwire import current
 from gradwire.compat.rpc.agents import _get_current_rpc_agent
 from gradwire.compat.rpc.constants import UNSET_RPC_TIMEOUT
-from gradwire.compat.rpc.internal import _internal_rpc_pickler
+from gradwire.compat.rpc.internal import RPCExecMode, _internal_rpc_pickler, _recorded
+from gradwire.ids import creator, serial
 from gradwire.refs.rref import RRef as _RRef
 
 T = TypeVar("T")
@@ -22,9 +23,10 @@ users: weakref.WeakSet[RRef[Any]] = weakref.WeakSet()
 class RRef(_RRef[T]):
     """A reference to a value on some worker; see `gradwire.RRef`."""
 
-    _type: type | None = None
+    _type: Any = None
     _created: Any = None
     _profiling_future: Any = None
+    _is_deleted = False
 
     def __init__(self, value: T, type_hint: Any = None):
         _get_current_rpc_agent()
@@ -36,15 +38,21 @@ class RRef(_RRef[T]):
         if not self.is_owner():
             users.add(self)
 
+    # -- its life
+
     def is_pending(self) -> bool:
         """Whether the owner has not yet confirmed that it knows of this reference."""
         return self._confirmation is not None and not self._confirmation.done()
 
+    def let_go(self) -> None:
+        """Tell the owner that this reference is no more, although the object is still there."""
+        self._is_deleted = True
+        self._refs.dropped(self._owner, self._id, self._fork, self._confirmation)
+
     def _get_future(self) -> Any:
         """Done when the value has been made."""
         if self._created is None:
-            self._created = Future()
-            self._created.set_result(None)
+            self._created = _done(None)
         return self._created
 
     def _get_profiling_future(self) -> Any:
@@ -53,30 +61,46 @@ class RRef(_RRef[T]):
     def _set_profiling_future(self, future: Any) -> None:
         self._profiling_future = future
 
-    # -- its type
+    # -- its value
 
-    def _get_type(self, timeout: float = UNSET_RPC_TIMEOUT, blocking: bool = True) -> Any:
-        """The type of the value, or a future of it. It is asked for once."""
-        if self._type is not None:
-            return self._type if blocking else _done(self._type)
-        if self.is_owner():
-            self._type = type(self.local_value())
-            return self._type if blocking else _done(self._type)
-        asked = current.worker().rpc_async(self.owner(), type_of, (self,), timeout=timeout)
-        if not blocking:
-            asked.add_done_callback(self._note_type)
-            return asked
-        self._type = asked.wait()
-        return self._type
+    def to_here(self, timeout: float = UNSET_RPC_TIMEOUT) -> T:
+        if self._is_deleted:
+            raise RuntimeError(f"{self!r} was deleted. Cannot call to_here() on it after deletion.")
+        return super().to_here(timeout)
 
-    def _note_type(self, asked: Any) -> None:
-        if asked.exception() is None:
-            self._type = asked.value()
+    def local_value(self) -> T:
+        if not self.is_owner():
+            raise RuntimeError(
+                f"For UserRRef(rref_id={_unique(self._id)}, fork_id={_unique(self._fork)}), can't "
+                f"call localValue() on user {self._refs.me}. Call it on owner {self._owner}"
+            )
+        return super().local_value()
 
     def remote(self, timeout: float = UNSET_RPC_TIMEOUT) -> Any:
         """A proxy whose methods run on the owner and give an RRef to the result there. That there
         is such a method is checked at once: nobody may ever look at the result."""
         return _Checked(self, super().remote(timeout), timeout)
+
+    def _get_type(self, timeout: float = UNSET_RPC_TIMEOUT, blocking: bool = True) -> Any:
+        """The type of the value, or a future of it. It is asked for once."""
+        if self._type is None:
+            if self.is_owner():
+                self._type = _done(type(self.local_value()))
+            else:
+                worker, function = current.worker(), _rref_typeof_on_owner
+                with _recorded(RPCExecMode.ASYNC, function, self._owner):
+                    asked = worker.rpc_async(self._owner, function, (self,), timeout=timeout)
+                if not blocking:
+                    asked.expect_failure()
+                    asked.add_done_callback(self._forget_failure)
+                else:
+                    asked.wait()
+                self._type = asked
+        return self._type.wait() if blocking else self._type
+
+    def _forget_failure(self, asked: Any) -> None:
+        if asked.exception() is not None:
+            self._type = None
 
     # -- as a value
 
@@ -87,10 +111,20 @@ class RRef(_RRef[T]):
     def _deserialize(parts: tuple[Any, ...]) -> Any:
         return _internal_rpc_pickler.deserialize(*parts)
 
+    def __reduce__(self) -> Any:
+        if self._is_deleted:
+            raise RuntimeError(
+                f"{self!r} was deleted. Cannot call fork an UserRRef after deletion."
+            )
+        return super().__reduce__()
 
-def type_of(rref: RRef[Any]) -> type:
-    """Runs on the owner."""
+
+def _rref_typeof_on_owner(rref: RRef[Any]) -> type:
     return type(rref.local_value())
+
+
+def _unique(id: int) -> str:
+    return f"GloballyUniqueId(created_on={creator(id)}, local_id={serial(id)})"
 
 
 def _done(value: Any) -> Any:
