@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: demo test lint types bench format clean
+.PHONY: demo test lint types conformance bench format clean
 
 demo: $(READY)
 	$(BIN)/gradwire run -n 3 examples/quickstart.py
@@ -18,6 +18,10 @@ lint: $(READY)
 
 types: $(READY)
 	$(BIN)/mypy
+
+# torch's own tests of its RPC, against gradwire; a representative third is part of `test`.
+conformance: $(READY)
+	$(BIN)/python -m conformance
 
 bench: $(READY)
 	$(BIN)/gradwire bench rpc

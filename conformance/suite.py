@@ -6,14 +6,10 @@ So this process imports torch and the tests once, and must not start a thread.
 
 from __future__ import annotations
 
-import contextlib
 import importlib
 import os
 import re
 import warnings
-from collections.abc import Iterator
-from typing import Any
-from unittest import mock
 
 #: Seconds after which torch's harness ends the processes of a test and shows where they stand.
 PATIENCE = 60
@@ -45,20 +41,6 @@ _LEFT_OUT = re.compile("jit|script|cuda|profil|record_function")
 _KEPT = {"test_disable_gil_profiling", "test_build_rpc_profiling_key"}
 
 
-@contextlib.contextmanager
-def _unscripted() -> Iterator[None]:
-    """The modules of tests compile functions over RRefs while they are imported; those that need
-    them are left out, so they need not be compiled."""
-    import torch
-
-    def as_it_is(thing: Any, *_: Any, **__: Any) -> Any:
-        return thing
-
-    with mock.patch.object(torch.jit, "script", as_it_is), warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        yield
-
-
 def load(plain_torch: bool = False) -> dict[str, type]:
     """The classes of tests, ready to run, with gradwire in the place of torch's RPC."""
     import torch
@@ -68,7 +50,8 @@ def load(plain_torch: bool = False) -> dict[str, type]:
         from gradwire import compat
 
         compat.install()
-    with _unscripted():
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
         from torch.testing._internal.common_distributed import MultiProcessTestCase
         from torch.testing._internal.distributed.rpc.faulty_rpc_agent_test_fixture import (
             FaultyRpcAgentTestFixture,

@@ -14,6 +14,7 @@ PACKAGE = Path(next(iter(gradwire.__path__)))
 # From top to bottom; names of files and folders of the package.
 ROOMS = [
     {"__main__", "cli"},
+    {"compat"},
     {"launch", "bench", "testing"},
     {"__init__", "rpc", "autograd", "optim", "nn"},
     {"worker"},

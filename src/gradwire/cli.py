@@ -1,6 +1,7 @@
 """The `gradwire` command.
 
 gradwire run -n 4 train.py --epochs 3      start four workers on this machine
+gradwire run --torch -n 4 train.py         the same for a program that uses torch's RPC
 gradwire bench rpc                         measure gradwire against torch's RPC
 gradwire bench autograd                    and against its distributed autograd
 """
@@ -38,9 +39,15 @@ def _parser() -> argparse.ArgumentParser:
         help="start workers on this machine",
         description="Start N workers of a program on this machine. Each finds its rank in $RANK; "
         "gradwire.rpc.init_rpc(name) needs to be told nothing else.",
-        usage="gradwire run -n N [--grace SECONDS] [--] (script.py | -m module) [arguments...]",
+        usage="gradwire run -n N [--torch] [--grace SECONDS] [--] (script.py | -m module) "
+        "[arguments...]",
     )
     run.add_argument("-n", "--workers", type=_at_least_one, required=True, metavar="N")
+    run.add_argument(
+        "--torch",
+        action="store_true",
+        help="the program is written for torch.distributed.rpc: put gradwire in its place",
+    )
     run.add_argument(
         "--grace",
         type=float,
@@ -79,6 +86,8 @@ def _run(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
         command = ["-m", *command]
     elif not os.path.exists(command[0]):
         parser.error(f"run: there is no script {command[0]!r}")
+    if options.torch:
+        command = ["-m", "gradwire.compat", *command]
     return launch.run(command, options.workers, options.grace)
 
 

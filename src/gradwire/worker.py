@@ -118,11 +118,15 @@ class Worker:
         self.parameters_lock = threading.Lock()
         self.agent.interceptors.append(Recorder(self.contexts, self.engine))
         self._farewell = Farewell(self.agent)
+        self._get_ready()
         try:
             self.agent.start()
         except BaseException:
             self.agent.close(time.monotonic() + _END_SECONDS)
             raise
+
+    def _get_ready(self) -> None:
+        """Called before anybody can call this worker: what a subclass adds to the rooms below."""
 
     def _make_transports(self, token: str, host: str | None) -> list[Transport]:
         """What the options ask for and this system has, best first."""

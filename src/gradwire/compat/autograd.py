@@ -23,7 +23,7 @@ def is_available() -> bool:
     return True
 
 
-def _init(worker_id: int) -> None:  # noqa: ARG001
+def _init(worker_id: int) -> None:
     """torch is told its rank here; a worker of gradwire knows it."""
 
 

@@ -89,7 +89,7 @@ class Node:
         return getattr(self._node, name)
 
     def __eq__(self, other: object) -> bool:
-        return (other._node if isinstance(other, Node) else other) == self._node
+        return (other._node if isinstance(other, Node) else other) is self._node
 
     def __hash__(self) -> int:
         return hash(self._node)

@@ -8,8 +8,8 @@ first in a program.
 from __future__ import annotations
 
 import importlib
-import multiprocessing.spawn
 import sys
+from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
@@ -32,6 +32,7 @@ _NAMES = {
     ("torch.distributed.optim.optimizer", "DistributedOptimizer"): f"{_HERE}.optim",
     ("torch.distributed.nn", "RemoteModule"): f"{_HERE}.nn",
     ("torch.distributed.nn.api.remote_module", "RemoteModule"): f"{_HERE}.nn",
+    ("torch.distributed.nn.api.remote_module", "_RemoteModule"): f"{_HERE}.nn",
 }
 
 #: What was there before: modules by name, and attributes by (module, name).
@@ -67,7 +68,9 @@ def install() -> None:
             _replace(sys.modules[parent], name, module)
     for (theirs, name), ours in _NAMES.items():
         _replace(sys.modules[theirs], name, getattr(importlib.import_module(ours), name))
-    _replace(multiprocessing.spawn, "get_preparation_data", _prepare_with_gradwire)
+    for (theirs, name), wrap in _WRAPPED.items():
+        module = importlib.import_module(theirs)
+        _replace(module, name, wrap(getattr(module, name)))
 
 
 def uninstall() -> None:
@@ -108,8 +111,29 @@ class _Installation:
         return install, ()
 
 
-def _prepare_with_gradwire(name: str) -> dict[str, Any]:
+def _preparing_with_gradwire(original: Callable[..., Any]) -> Callable[..., Any]:
     """What a spawned process is told before it imports the program's main module, which will import
     torch's RPC."""
-    prepare = _attributes_before[multiprocessing.spawn, "get_preparation_data"]
-    return {"gradwire": _Installation(), **prepare(name)}
+
+    def get_preparation_data(name: str) -> dict[str, Any]:
+        return {"gradwire": _Installation(), **original(name)}
+
+    return get_preparation_data
+
+
+def _wrapped_here(module: str, function: str) -> Callable[..., Any]:
+    """A function of this room that wraps one of torch's; it is imported when it is needed."""
+
+    def wrap(original: Callable[..., Any]) -> Any:
+        return getattr(importlib.import_module(f"{_HERE}.{module}"), function)(original)
+
+    return wrap
+
+
+#: (module, function in it) -> what wraps it.
+_WRAPPED = {
+    ("multiprocessing.spawn", "get_preparation_data"): _preparing_with_gradwire,
+    ("torch.futures", "wait_all"): _wrapped_here("futures", "wait_all_like"),
+    ("torch.futures", "collect_all"): _wrapped_here("futures", "collect_all_like"),
+    ("torch.jit", "script"): _wrapped_here("scripting", "script_like"),
+}

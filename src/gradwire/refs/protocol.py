@@ -68,7 +68,7 @@ class Refs:
         #: Runs a backward pass in a context, from a tensor of ours. Set by the worker, since the
         #: room of gradients is above this one.
         self.differentiate: Callable[[Tensor, int, bool], None]
-        for sent in {RRef, kind}:
+        for sent in (RRef, kind):
             agent.codec.teach(sent, "rref", self._take_apart, self._rebuild)
         agent.handle(Kind.PYTHON_REMOTE_CALL, self._serve_remote, runs_user_code=True)
         agent.handle(Kind.PYTHON_RREF_FETCH_CALL, self._serve_fetch)

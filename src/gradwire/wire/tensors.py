@@ -6,7 +6,8 @@ never copied here: whoever moves the bytes copies them once, to where they have 
 
 What is sent of a view is the smaller of two things: its elements in order, or the span of memory
 between its first and its last element. So a slice of a huge tensor costs the slice, an expanded
-tensor costs what it was expanded from, and a transposed one keeps its strides.
+tensor costs what it was expanded from, and a transposed one keeps its strides. A small view keeps
+them in any case: the few elements in between cost less than putting its own together.
 """
 
 from __future__ import annotations
@@ -33,6 +34,7 @@ DTYPES = tuple(_CODES)
 
 REQUIRES_GRAD = 1
 PARAMETER = 2
+_SMALL_SPAN = 256
 
 # (dtype code, shape, strides or None when contiguous, REQUIRES_GRAD | PARAMETER)
 Dense = tuple[int, tuple[int, ...], "tuple[int, ...] | None", int]
@@ -54,7 +56,7 @@ def describe(tensor: Tensor) -> tuple[Dense, Tensor] | None:
     tensor = tensor.detach().resolve_conj().resolve_neg()
     shape, strides = tuple(tensor.shape), tensor.stride()
     span = 1 + sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True))
-    if 0 < span <= tensor.numel():
+    if 0 < span <= max(tensor.numel(), _SMALL_SPAN):
         return (code, shape, strides, flags), tensor.as_strided((span,), (1,))
     return (code, shape, None, flags), tensor
 

@@ -79,6 +79,11 @@ def add_passenger(passenger: Passenger) -> None:
     _current.passengers.append(passenger)
 
 
+def is_encoding() -> bool:
+    """Whether this thread writes a message to a worker, and does not pickle for itself."""
+    return _current.passengers is not None
+
+
 def current_decoding() -> Decoding:
     """The decoding under way in this thread; for functions that rebuild taught types."""
     if _current.decoding is None:

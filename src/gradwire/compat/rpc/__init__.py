@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 from typing import Any
 from urllib.parse import urlparse
@@ -35,7 +34,6 @@ from gradwire.compat.rpc.api import (
     rpc_async,
     rpc_sync,
     shutdown,
-    users,
 )
 from gradwire.compat.rpc.backend_registry import (
     backend_registered,
@@ -45,6 +43,7 @@ from gradwire.compat.rpc.backend_registry import (
 )
 from gradwire.compat.rpc.constants import UNSET_RPC_TIMEOUT
 from gradwire.compat.rpc.options import RpcBackendOptions, TensorPipeRpcBackendOptions
+from gradwire.compat.rpc.rref import users
 from gradwire.config import Options
 from gradwire.ids import WorkerInfo
 
@@ -65,8 +64,6 @@ __all__ = [
     "rpc_sync",
     "shutdown",
 ]
-
-logger = logging.getLogger("gradwire")
 
 PyRRef = RRef
 _UNSET_RPC_TIMEOUT = UNSET_RPC_TIMEOUT
@@ -105,9 +102,7 @@ def init_rpc(
         given = construct_rpc_backend_options(backend)
     if not world_size and rank < 0:
         _check_environment(given.init_method)
-    store, rank, world_size = open_store(
-        given.init_method, rank, world_size, Options.init_timeout
-    )
+    store, rank, world_size = open_store(given.init_method, rank, world_size, Options.init_timeout)
     _autograd._init(rank)
     _init_rpc_backend(backend, store, name, rank, world_size, given)
 

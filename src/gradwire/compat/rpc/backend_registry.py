@@ -12,9 +12,11 @@ from typing import Any
 from gradwire.agent.interceptors import Interceptor
 from gradwire.agent.roster import StoreRoster
 from gradwire.agent.service import Request
+from gradwire.compat import scripting
 from gradwire.compat.rpc import api
 from gradwire.compat.rpc.agents import TensorPipeAgent
 from gradwire.compat.rpc.constants import DEFAULT_INIT_METHOD, DEFAULT_RPC_TIMEOUT_SEC
+from gradwire.compat.rpc.internal import builtin_name
 from gradwire.compat.rpc.options import TensorPipeRpcBackendOptions
 from gradwire.compat.rpc.rref import RRef
 from gradwire.ids import WorkerInfo
@@ -37,7 +39,8 @@ class _Backend(enum.Enum):
         return f"BackendType.{self.name}"
 
 
-BackendType: Any = _Backend("BackendType", {})
+_make_enum: Any = _Backend
+BackendType: Any = _make_enum("BackendType", {})
 
 
 def backend_registered(backend_name: str) -> bool:
@@ -55,7 +58,7 @@ def register_backend(
         raise RuntimeError(f"RPC backend {backend_name}: already registered")
     _handlers[backend_name] = (construct_rpc_backend_options_handler, init_backend_handler)
     # An enumeration cannot grow, so there is a new one. Members are told apart by name.
-    BackendType = _Backend("BackendType", {name: name for name in _handlers})
+    BackendType = _make_enum("BackendType", {name: name for name in _handlers})
     return BackendType[backend_name]
 
 
@@ -87,6 +90,9 @@ class TorchWorker(Worker):
         self.as_agent = TensorPipeAgent(self, given)
         self._leaks_at_departures = 0
         super().__init__(*args, **kwargs)
+
+    def _get_ready(self) -> None:
+        scripting.teach(self.agent.codec)
         self.agent.interceptors.append(Announcer())
         # First: the others drop what those who leave had held.
         self.agent.on_gone.insert(0, self._note_departure)
@@ -103,7 +109,8 @@ class TorchWorker(Worker):
 
 
 class Announcer(Interceptor):
-    """Lets the errors of functions that others call be seen where they happen, too."""
+    """Lets the errors of functions that others call be seen where they happen, too, and has those
+    of builtin operators called with the wrong arguments be what they are in torch."""
 
     def serving(self, request: Request) -> AbstractContextManager[object]:
         return _announcing(request)
@@ -116,6 +123,10 @@ def _announcing(request: Request) -> Iterator[None]:
     except Exception as error:
         trace = "".join(traceback.format_exception(error)).rstrip()
         print(f"called by {request.caller}:\n{trace}", file=sys.stderr)
+        if isinstance(error, TypeError) and builtin_name(request.subject):
+            raise RuntimeError(
+                f"Overloaded torch operator invoked from Python failed to match any schema: {error}"
+            ) from error
         raise
 
 

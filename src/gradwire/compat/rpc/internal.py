@@ -72,6 +72,12 @@ def _build_rpc_profiling_key(
     return f"rpc_{exec_type.value}#{func_name}({current_worker_name} -> {dst_worker_name})"
 
 
+def builtin_name(function: Any) -> str | None:
+    """The name of a builtin operator, "aten::add" for `torch.add`; None for other functions."""
+    name: str | None = torch.jit._builtins._find_builtin(function)  # type: ignore[no-untyped-call]
+    return name
+
+
 _not_recorded = contextlib.nullcontext()
 
 
@@ -79,8 +85,8 @@ def _recorded(
     mode: RPCExecMode, function: Any, to: WorkerInfo
 ) -> contextlib.AbstractContextManager[Any]:
     """Shows a call in the profile of the caller, while one is made."""
-    if not torch.autograd._profiler_enabled():
+    if not torch._C._autograd._profiler_enabled():
         return _not_recorded
-    name = torch.jit._builtins._find_builtin(function) or call_name(function)
+    name = builtin_name(function) or call_name(function)
     key = _build_rpc_profiling_key(mode, name, current.worker().name, to.name)
     return torch.autograd.profiler.record_function(key)
