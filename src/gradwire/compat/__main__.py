@@ -22,13 +22,14 @@ def main() -> None:
     script = command[0]
     sys.argv = command
     sys.path[0] = str(Path(script).resolve().parent)
+    code = compile(Path(script).read_bytes(), script, "exec")
     # In the real __main__, not in a module that is emptied when it is through: threads of the
     # program may live longer, and functions are sent under the name __main__.
     program = sys.modules["__main__"].__dict__
     for name in [name for name in program if not name.startswith("__")]:
         del program[name]
     program.update(__file__=script, __doc__=None, __spec__=None, __package__=None)
-    exec(compile(Path(script).read_bytes(), script, "exec"), program)
+    exec(code, program)
 
 
 if __name__ == "__main__":

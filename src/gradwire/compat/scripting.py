@@ -1,7 +1,7 @@
 """TorchScript, as far as Python goes.
 
-Compiled functions and modules can be sent and called. What the compiler of torch cannot compile
-because it knows only torch's own references, gradwire runs as the Python it is.
+Compiled functions and modules can be sent and called. What mentions other workers is not compiled,
+since the compiler knows torch's own references only, and runs as the Python it is.
 """
 
 from __future__ import annotations
@@ -30,18 +30,14 @@ def script_like(original: Callable[..., Any]) -> Callable[..., Any]:
     def script(obj: Any, *args: Any, **kwargs: Any) -> Any:
         if isinstance(obj, RemoteModule):
             return obj
-        try:
+        if not _is_about_other_workers(obj):
             return original(obj, *args, **kwargs)
-        except Exception:
-            if not _is_about_other_workers(obj):
-                raise
-            name = getattr(obj, "__qualname__", repr(obj))
-            warnings.warn(
-                f"{name} is not compiled: TorchScript does not know gradwire's references. It runs "
-                "as Python, with the same results",
-                stacklevel=2,
-            )
-            return obj
+        warnings.warn(
+            f"{obj.__qualname__} is not compiled: TorchScript does not know gradwire's references. "
+            "It runs as Python, with the same results",
+            stacklevel=2,
+        )
+        return obj
 
     return script
 

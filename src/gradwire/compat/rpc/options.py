@@ -68,7 +68,7 @@ class TensorPipeRpcBackendOptions(RpcBackendOptions):
 
     def set_device_map(self, to: str, device_map: Mapping[Device, Device]) -> None:
         """Say on which of its devices worker `to` gets the tensors of ours."""
-        new = {torch.device(ours): torch.device(theirs) for ours, theirs in device_map.items()}
+        new = {_device(ours): _device(theirs) for ours, theirs in device_map.items()}
         known = self.device_maps.get(to, {})
         for ours, theirs in new.items():
             if known.get(ours, theirs) != theirs:
@@ -86,7 +86,7 @@ class TensorPipeRpcBackendOptions(RpcBackendOptions):
 
     def set_devices(self, devices: Sequence[Device]) -> None:
         """Say which devices are used."""
-        listed = [torch.device(device) for device in devices]
+        listed = [_device(device) for device in devices]
         for device in listed:
             if device.type != "cuda":
                 raise ValueError(f"`set_devices` expect a list of CUDA devices, not {device}")
@@ -106,6 +106,10 @@ class TensorPipeRpcBackendOptions(RpcBackendOptions):
             device_maps=self.device_maps or None,
             devices=self.devices or None,
         )
+
+
+def _device(device: Device) -> torch.device:
+    return torch.device("cuda", device) if isinstance(device, int) else torch.device(device)
 
 
 def _tell_once(option: str, reason: str) -> None:

@@ -1,0 +1,235 @@
+"""Programs written for torch's RPC run on gradwire as they are."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import textwrap
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+SECONDS = 60
+Run = Callable[..., str]
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Run:
+    """Run a program, `python ARGUMENTS program.py`, and give what it writes."""
+
+    def run(text: str, *arguments: str, after: tuple[str, ...] = ()) -> str:
+        (tmp_path / "program.py").write_text(textwrap.dedent(text))
+        ran = subprocess.run(
+            [sys.executable, "-W", "ignore", *arguments, "program.py", *after],
+            cwd=tmp_path,
+            capture_output=True,
+            text=True,
+            timeout=SECONDS,
+            check=False,
+        )
+        assert ran.returncode == 0, ran.stdout + ran.stderr
+        return ran.stdout
+
+    return run
+
+
+LAUNCH = ("-m", "gradwire", "run", "-n", "2")
+INSTALL = "import gradwire.compat\ngradwire.compat.install()\n"
+
+#: Says on which of the two it runs.
+PROGRAM = """
+import os
+import sys
+import torch
+import torch.distributed.autograd as dist_autograd
+import torch.distributed.rpc as rpc
+from torch.distributed.nn import RemoteModule
+from torch.distributed.optim import DistributedOptimizer
+from torch.distributed.rpc import RRef
+
+def make_weight():
+    return torch.ones(2, requires_grad=True)
+
+def scale(x, factor):
+    return x * factor
+
+if __name__ == "__main__":
+    rank = int(os.environ["RANK"])
+    rpc.init_rpc(f"worker{rank}", rank=rank, world_size=int(os.environ["WORLD_SIZE"]))
+    if rank == 0:
+        x = torch.ones(2, requires_grad=True)
+        weight = rpc.remote("worker1", make_weight)
+        with dist_autograd.context() as context_id:
+            y = rpc.rpc_sync("worker1", scale, args=(x, 3.0)) * weight.to_here()
+            dist_autograd.backward(context_id, [y.sum()])
+            print("gradient", dist_autograd.get_gradients(context_id)[x].tolist())
+            DistributedOptimizer(torch.optim.SGD, [weight], lr=1.0).step(context_id)
+        print("weight", weight.to_here().tolist())
+        module = RemoteModule("worker1", torch.nn.Linear, args=(2, 1))
+        print("shape", tuple(module(x).shape), "owner", module.module_rref.owner_name())
+        print("runs on", type(RRef(1)).__module__.partition(".")[0], sys.argv[1:])
+    rpc.shutdown()
+"""
+RESULTS = "gradient [3.0, 3.0]\nweight [-2.0, -2.0]\nshape (1,) owner worker1\n"
+
+
+def lines_of(output: str) -> str:
+    return output.replace("[worker 0] ", "")
+
+
+def test_the_same_program_runs_on_both(run: Run) -> None:
+    assert lines_of(run(PROGRAM, *LAUNCH, after=("a",))) == f"{RESULTS}runs on torch ['a']\n"
+    ours = run(PROGRAM, *LAUNCH, "--torch", after=("a",))
+    assert lines_of(ours) == f"{RESULTS}runs on gradwire ['a']\n"
+
+
+def test_one_line_in_the_program_does_the_same(run: Run) -> None:
+    assert lines_of(run(INSTALL + PROGRAM, *LAUNCH)) == f"{RESULTS}runs on gradwire []\n"
+
+
+def test_modules_run_too(run: Run, tmp_path: Path) -> None:
+    (tmp_path / "module.py").write_text(PROGRAM)
+    start = "import subprocess, sys; sys.exit(subprocess.call([sys.executable, '-m', 'gradwire', "
+    start += "'run', '--torch', '-n', '2', '-m', 'module']))"
+    assert lines_of(run(start)) == f"{RESULTS}runs on gradwire []\n"
+
+
+def test_spawned_processes_are_on_gradwire_too(run: Run) -> None:
+    program = """
+    import os
+    import torch.multiprocessing as mp
+    from torch.distributed import rpc
+
+    def work(rank, place):
+        options = rpc.TensorPipeRpcBackendOptions(init_method=place)
+        rpc.init_rpc(f"worker{rank}", rank=rank, world_size=2, rpc_backend_options=options)
+        if rank == 0:
+            print(rpc.rpc_sync("worker1", max, args=(1, 2)), rpc.__name__)
+        rpc.shutdown()
+
+    if __name__ == "__main__":
+        mp.spawn(work, args=(f"file://{os.getcwd()}/store",), nprocs=2)
+    """
+    assert run(program, "-m", "gradwire.compat") == "2 gradwire.compat.rpc\n"
+
+
+def test_uninstalling_puts_everything_back(run: Run) -> None:
+    program = """
+    import multiprocessing.spawn
+    import sys
+    import torch
+    import torch.distributed.nn.api.remote_module
+    import torch.distributed.optim
+    import torch.distributed.rpc._testing
+
+    def names():
+        places = [
+            (name, module) for name, module in sys.modules.items()
+            if name.startswith(("torch.distributed", "torch.jit", "torch.futures"))
+        ]
+        found = {(name, key): id(value) for name, module in places
+                 for key, value in vars(module).items()}
+        found.update({name: id(module) for name, module in places})
+        return found
+
+    import gradwire.compat
+    import gradwire.compat.rpc._testing
+    before, prepare = names(), multiprocessing.spawn.get_preparation_data
+    gradwire.compat.install()
+    gradwire.compat.install()
+    assert torch.distributed.rpc.__name__ == "gradwire.compat.rpc"
+    assert gradwire.compat.is_installed()
+    gradwire.compat.uninstall()
+    after = names()
+    print(sorted(map(str, (key for key in before if before[key] != after.get(key)))))
+    print(multiprocessing.spawn.get_preparation_data is prepare, gradwire.compat.is_installed())
+    """
+    assert run(program) == "[]\nTrue False\n"
+
+
+def test_it_is_too_late_when_torchs_rpc_is_running(run: Run) -> None:
+    program = """
+    import os
+    from torch.distributed import rpc
+    place = f"file://{os.getcwd()}/store"
+    options = rpc.TensorPipeRpcBackendOptions(init_method=place)
+    rpc.init_rpc("me", rank=0, world_size=1, rpc_backend_options=options)
+    import gradwire.compat
+    try:
+        gradwire.compat.install()
+    except RuntimeError as error:
+        print(error)
+    rpc.shutdown()
+    """
+    assert "is running in this process already" in run(program)
+
+
+ALONE = """
+import os, threading, time, warnings
+import torch
+import gradwire.compat
+gradwire.compat.install()
+from torch.distributed import rpc
+place = f"file://{os.getcwd()}/store"
+def join(**options):
+    rpc.init_rpc("me", rank=0, world_size=1, rpc_backend_options=rpc.TensorPipeRpcBackendOptions(
+        init_method=place, **options))
+"""
+
+
+def test_an_option_without_effect_is_named_once(run: Run) -> None:
+    program = ALONE + textwrap.dedent("""
+    for _ in range(2):
+        with warnings.catch_warnings(record=True) as told:
+            warnings.simplefilter("always")
+            join(_transports=["shm"], device_maps={"me": {0: 1}})
+        print(sorted(str(w.message) for w in told if "is ignored" in str(w.message)))
+        rpc.shutdown()
+    """)
+    first, second = run(program).splitlines()
+    assert "the option _transports is ignored" in first
+    assert "the option device_maps is ignored" in first
+    assert second == "[]"
+
+
+def test_waiting_for_many_futures_ends_with_the_first_error(run: Run) -> None:
+    program = ALONE + textwrap.dedent("""
+    release = threading.Event()
+    def wait():
+        release.wait(30)
+    def fail():
+        raise KeyError("first")
+    join()
+    futures = [rpc.rpc_async("me", wait), rpc.rpc_async("me", fail)]
+    for wait_for in (torch.futures.wait_all, lambda fs: torch.futures.collect_all(fs).wait()):
+        try:
+            wait_for(futures)
+        except KeyError as error:
+            print(error, futures[0].done())
+    release.set()
+    print(torch.futures.wait_all([futures[0]]))
+    rpc.shutdown()
+    """)
+    assert run(program) == "'first' False\n'first' False\n[None]\n"
+
+
+def test_compiled_functions_and_modules_are_sent(run: Run) -> None:
+    program = ALONE + textwrap.dedent("""
+    from torch.distributed.rpc import RRef
+    @torch.jit.script
+    def double(x: torch.Tensor) -> torch.Tensor:
+        return x * 2
+    @torch.jit.script
+    def fetch(ref: RRef[torch.Tensor]) -> torch.Tensor:
+        return ref.to_here() + 1
+    def apply(module, x):
+        return module(x).shape
+    join()
+    print(type(double).__name__, rpc.rpc_sync("me", double, args=(torch.ones(2),)).tolist())
+    print(fetch(RRef(torch.ones(1))).tolist())
+    module = torch.jit.script(torch.nn.Linear(2, 3))
+    print(tuple(rpc.rpc_sync("me", apply, args=(module, torch.ones(2)))))
+    rpc.shutdown()
+    """)
+    assert run(program) == "ScriptFunction [2.0, 2.0]\n[2.0]\n(3,)\n"
