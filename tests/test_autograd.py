@@ -286,3 +286,33 @@ def test_real_processes_have_the_gradients_of_one_process() -> None:
     (square(x * 2) * x).sum().backward()
     assert x.grad is not None
     assert run_group(3, body)[0] == x.grad.tolist()
+
+
+# -- gradients as values
+
+
+class Fork(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, y: Tensor) -> Tensor:
+        return x + y
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        return gradient, gradient
+
+
+def test_gradients_can_be_changed_in_place_without_changing_others(trio: list[Worker]) -> None:
+    x, y = torch.ones(3, requires_grad=True), torch.ones(3, requires_grad=True)
+    with autograd.context() as context_id:
+        autograd.backward(context_id, [Fork.apply(x, y).sum()])
+        gradients = autograd.get_gradients(context_id)
+        gradients[x].mul_(5)
+        assert gradients[y].tolist() == [1, 1, 1]
+
+
+def test_a_sparse_leaf_that_was_sent_gets_its_gradient(trio: list[Worker]) -> None:
+    x = torch.eye(2).to_sparse().requires_grad_()
+    with autograd.context() as context_id:
+        there = rpc.rpc_sync("worker1", torch.mul, args=(x, 3.0))
+        autograd.backward(context_id, [torch.sparse.sum(there)])
+        assert autograd.get_gradients(context_id)[x].to_dense().diagonal().tolist() == [3, 3]

@@ -663,3 +663,22 @@ def test_interceptors_see_calls_pass_on_both_sides(memory_pair: list[Worker]) ->
         "worker0 gets something of worker1",
         "worker0 gets a tensor",
     ]
+
+
+class Vanishing:
+    """Can be sent, but is unknown where it arrives."""
+
+    def __reduce__(self) -> Any:
+        return getattr, (Worker, "nothing_of_that_name")
+
+
+def test_what_is_unknown_at_the_other_end_is_explained(memory_pair: Any) -> None:
+    with pytest.raises(EncodingError, match="pickler does not serialize"):
+        memory_pair[0].rpc_sync("worker1", repr, args=(Vanishing(),))
+
+
+def test_a_callback_must_be_callable(memory_pair: Any) -> None:
+    future = memory_pair[0].rpc_async("worker1", max, args=(1, 2))
+    with pytest.raises(TypeError, match="cannot even be called"):
+        future.then(None)
+    assert future.wait() == 2

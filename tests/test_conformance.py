@@ -11,7 +11,6 @@ import sys
 from pathlib import Path
 
 import pytest
-
 from conformance.expectations import differences
 
 ROOT = Path(__file__).parent.parent

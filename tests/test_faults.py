@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from gradwire import rpc
-from gradwire.errors import CallTimeout, WorkerLost
+from gradwire.errors import CallTimeout, EncodingError, WorkerLost
 from gradwire.testing import Fault, FaultyTransport, cluster, transports_named
 from gradwire.transport.memory import MemoryNetwork
 from gradwire.wire.messages import Kind
@@ -174,3 +174,24 @@ def test_references_survive_a_bad_network(seed: int) -> None:
         assert sorted(rref.to_here()[0].item() for rref in KEPT) == [float(n) for n in range(12)]
         KEPT.clear()
         until(lambda: nothing_held(workers), "all values are gone")
+
+
+def test_a_reference_to_what_could_not_be_made_is_not_sent_on() -> None:
+    refusal = Fault("refuse", kind=Kind.PYTHON_REMOTE_CALL)
+    with cluster(3, transports=faulty(refusal)) as (a, _, _):
+        for owner in ("worker0", "worker1"):
+            rref = a.remote(owner, count_run)
+            with pytest.raises(WorkerLost, match="RRef creation"):
+                rref.to_here()
+            with pytest.raises(EncodingError, match="RRef creation"):
+                a.rpc_sync("worker2", repr, args=(rref,))
+
+
+def test_a_control_message_that_cannot_be_sent_is_sent_again() -> None:
+    refusal = Fault("refuse", kind=Kind.RREF_USER_DELETE, times=2)
+    with cluster(2, transports=faulty(refusal)) as (a, b):
+        rref = a.remote("worker1", count_run)
+        rref.to_here()
+        del rref
+        until(lambda: b.refs.debug_info()["num_forks"] == 0, "the reference is dropped")
+        until(lambda: not any(a.refs.debug_info().values()), "nothing is left to say")

@@ -366,3 +366,11 @@ def test_a_tensor_crosses_a_real_connection() -> None:
         (frame,) = take(pair.listener, 1)
         arrived, _ = codec.decode(frame.head, frame.buffers)
     assert all(torch.equal(arrived[name].to_dense(), value[name].to_dense()) for name in value)
+
+
+def test_a_small_view_keeps_its_strides() -> None:
+    view = torch.arange(25.0).view(5, 5).narrow(1, 2, 2)
+    encoded = Codec().encode(view)
+    arrived, _ = Codec().decode(encoded.payload, encoded.buffers)
+    assert arrived.stride() == view.stride()
+    assert arrived.equal(view)

@@ -8,6 +8,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -22,6 +23,7 @@ from gradwire.errors import (
     UnknownWorkerError,
     WorkerLost,
 )
+from gradwire.ids import WorkerInfo
 from gradwire.testing.pairs import open_descriptors
 from tests.processes import group, meeting_place, processes, run_group, until
 
@@ -468,3 +470,24 @@ def test_shutdown_leaves_no_thread_and_no_descriptor() -> None:
     with group(3, body, shut_down=False) as started:
         for process in started:
             process.result()
+
+
+def test_a_name_that_is_taken_ends_the_meeting_for_all() -> None:
+    with meeting_place() as place:
+
+        def join(rank: int) -> str:
+            options = rpc.Options(init_method=place)
+            with pytest.raises(SetupError, match="not unique") as refused:
+                gradwire.Worker("same" if rank else "other", rank, 3, options)
+            return str(refused.value)
+
+        with processes(*(partial(join, rank) for rank in range(3))) as started:
+            assert all("'same' is not unique" in process.result() for process in started)
+
+
+@pytest.mark.parametrize(
+    ("name", "why"), [("", "non-empty"), ("a b", "must match"), ("a" * 128, "shorter than 128")]
+)
+def test_names_are_checked_where_they_are_given(name: str, why: str) -> None:
+    with pytest.raises(SetupError, match=why):
+        WorkerInfo(name, 0)

@@ -6,8 +6,8 @@ never copied here: whoever moves the bytes copies them once, to where they have 
 
 What is sent of a view is the smaller of two things: its elements in order, or the span of memory
 between its first and its last element. So a slice of a huge tensor costs the slice, an expanded
-tensor costs what it was expanded from, and a transposed one keeps its strides. A small view keeps
-them in any case: the few elements in between cost less than putting its own together.
+tensor costs what it was expanded from, and a transposed one keeps its strides. The elements of a
+small view are spread out again where they arrive, so that it keeps its strides too.
 """
 
 from __future__ import annotations
@@ -34,9 +34,10 @@ DTYPES = tuple(_CODES)
 
 REQUIRES_GRAD = 1
 PARAMETER = 2
+SPREAD = 4
 _SMALL_SPAN = 256
 
-# (dtype code, shape, strides or None when contiguous, REQUIRES_GRAD | PARAMETER)
+# (dtype code, shape, strides or None when contiguous, REQUIRES_GRAD | PARAMETER | SPREAD)
 Dense = tuple[int, tuple[int, ...], "tuple[int, ...] | None", int]
 
 _COMPRESSED = {torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc}
@@ -56,8 +57,10 @@ def describe(tensor: Tensor) -> tuple[Dense, Tensor] | None:
     tensor = tensor.detach().resolve_conj().resolve_neg()
     shape, strides = tuple(tensor.shape), tensor.stride()
     span = 1 + sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True))
-    if 0 < span <= max(tensor.numel(), _SMALL_SPAN):
+    if 0 < span <= tensor.numel():
         return (code, shape, strides, flags), tensor.as_strided((span,), (1,))
+    if 0 < span <= _SMALL_SPAN and 0 not in strides:
+        return (code, shape, strides, flags | SPREAD), tensor
     return (code, shape, None, flags), tensor
 
 
@@ -77,11 +80,16 @@ def rebuild(memory: bytearray | Tensor, dense: Dense) -> Tensor:
     else:
         flat = memory if isinstance(memory, Tensor) else torch.frombuffer(memory, dtype=dtype)
         flat = flat.view(dtype)
-        view = flat.view(shape) if strides is None else flat.as_strided(shape, strides)
-        tensor = view.detach()
+        if strides is None:
+            tensor = flat.view(shape).detach()
+        elif flags & SPREAD:
+            tensor = torch.empty_strided(shape, strides, dtype=dtype, device="cpu")
+            tensor.copy_(flat.view(shape))
+        else:
+            tensor = flat.as_strided(shape, strides).detach()
     if flags & PARAMETER:
         return torch.nn.Parameter(tensor, requires_grad=bool(flags & REQUIRES_GRAD))
-    return tensor.requires_grad_() if flags else tensor
+    return tensor.requires_grad_() if flags & REQUIRES_GRAD else tensor
 
 
 def small_bytes(flat: Tensor) -> bytearray:
