@@ -27,7 +27,7 @@ def main() -> int:
         return 0
     since = time.monotonic()
     outcomes: list[Outcome] = []
-    for outcome in run(loaded, tests, options.jobs):
+    for outcome in run(loaded, tests * options.times, options.jobs):
         outcomes.append(outcome)
         if options.verbose or not (outcome.passed or str(outcome.test) in differences()):
             print(f"{outcome.result:8} {outcome.seconds:5.1f} s  {outcome.test}", flush=True)
@@ -46,6 +46,7 @@ def _parser() -> argparse.ArgumentParser:
         "--third", action="store_true", help="only a third of the tests, always the same ones"
     )
     parser.add_argument("-j", dest="jobs", type=int, default=3, help="tests at a time")
+    parser.add_argument("--times", type=int, default=1, help="run every test so many times")
     parser.add_argument("-v", dest="verbose", action="store_true", help="name those that pass too")
     parser.add_argument("-q", dest="quiet", action="store_true", help="no output of failed tests")
     parser.add_argument("--list", action="store_true", help="only say which tests there are")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import itertools
 import os
 import signal
 import sys
@@ -22,6 +23,7 @@ _WORDS = {_PASSED: "passed", _FAILED: "failed", _SKIPPED: "skipped"}
 #: torch's harness ends a test at PATIENCE and says where its processes stand; this is for when it
 #: does not come to that.
 _DEADLINE = PATIENCE + 20.0
+_numbers = itertools.count()
 
 
 @dataclass(frozen=True)
@@ -49,7 +51,7 @@ class _Running:
     def __init__(self, test: Test, tests: type, folder: str):
         self.test = test
         self.since = time.monotonic()
-        self._log = Path(folder) / f"{test}.log"
+        self._log = Path(folder) / f"{test}.{next(_numbers)}.log"
         self.pid = os.fork()
         if self.pid == 0:
             _run_here(tests, test.name, self._log)
