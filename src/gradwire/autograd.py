@@ -9,7 +9,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 from torch import Tensor
@@ -40,7 +40,8 @@ def context(into_grad: bool = False) -> Iterator[int]:
     made = worker.contexts.new(into_grad)
     token = current_id.set(made.id)
     try:
-        yield made.id
+        with worker.versions.recording() or nullcontext():
+            yield made.id
     finally:
         current_id.reset(token)
         worker.engine.release(made.id)

@@ -27,6 +27,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -282,8 +283,11 @@ class Pass:
                 if state is None:
                     return
                 self._ready.remove(state)
+            # What the run saves, if it is to be differentiated too, is there to stay.
+            recording = self._engine.versions.recording() if self.how.create_graph else None
             try:
-                self._run(state)
+                with recording or nullcontext():
+                    self._run(state)
             except BaseException as error:
                 self.fail(self._explain(error, state.region))
 
