@@ -420,9 +420,12 @@ class Pass:
             raise GradwireError("the backward pass was given up") from self.error
         answer: list[Tensor | None] = [None] * len(send.ends)
         for position, gradient in enumerate(self._answers[send.id] or ()):
-            if gradient is not None and not (self._loose and is_loose(send.ends[position])):
+            end = send.ends[position]
+            if gradient is not None and not (self._loose and is_loose(end)):
                 # Torch has no sparse gradients of an alias, which is what the gate leads to.
-                answer[position] = gradient.to_dense() if gradient.is_sparse else gradient
+                through_alias = end.layout is torch.strided and end.grad_fn is not None
+                dense = through_alias and gradient.layout is not torch.strided
+                answer[position] = gradient.to_dense() if dense else gradient
         return answer
 
     def _drive_elsewhere(self) -> None:
