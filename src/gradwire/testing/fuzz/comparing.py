@@ -66,11 +66,11 @@ def differences(
             yield from close(f"result {position}", mine, theirs)
         # Where `grad` need not go, it may run hooks or not.
         with_hooks = all(e.order != "penalty" for e in program.episodes[: number + 1])
+        # What is made of zeros instead of None can be differentiated, and so has hooks.
+        new_hooks = not strict and any(e.order == "create" for e in program.episodes[: number + 1])
         reports = zip(expected.reports[number], found.reports[number], strict=True)
         for worker, (wanted, given) in enumerate(reports):
             where = f"context {number}, worker {worker}: "
-            # A function of a gradient that is zeros instead of None is differentiated, and has hooks.
-            new_hooks = episode.order == "create" and not strict
             for complaint in _compare(wanted, given, close, with_hooks, new_hooks):
                 yield f"{where}{complaint} ({episode.order} order)"
 
