@@ -499,7 +499,6 @@ class Pass:
         with self._lock:
             error = self.error
             if error is None:
-                self._conclude()
                 news = self._news_for(request.caller.id)
         if error is not None:
             request.fail(error, "the backward pass")
@@ -522,6 +521,7 @@ class Pass:
         if worker in self._untold:
             self._untold.discard(worker)
             sends = self._unanswered(worker)
+        self._conclude()  # now that this one is told
         standing = NO_CHILD
         if worker == self.parent:
             self._parent_knows = self.finished
