@@ -51,8 +51,8 @@ from gradwire.gradients.graph import (
     Region,
     Root,
     is_loose,
+    lift_nodes,
     make_plan,
-    nodes_of,
     reached_by,
     starts_of,
 )
@@ -628,10 +628,7 @@ class Pass:
 def _make_gates(gates: list[Send], region: Region) -> list[Tensor]:
     """Let torch run the gates after everything else, the newest first. Ordinary nodes count from 0
     too, so those that would come after a gate are lifted."""
-    for node in nodes_of(region):
-        number = node._sequence_nr()
-        if number < len(gates):
-            node._set_sequence_nr(number + len(gates))
+    lift_nodes(region, len(gates))
     tokens = [make_gate(send) for send in sorted(gates, key=lambda send: send.id)]
     for number, token in enumerate(tokens):
         token.grad_fn._set_sequence_nr(number)  # type: ignore[union-attr]
