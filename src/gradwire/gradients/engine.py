@@ -95,7 +95,8 @@ class Engine:
         left = 0.0
         if about.how.seconds:
             left = max(0.001, about.deadline - time.monotonic())
-        value = (about.context.id, about.id, about.how._replace(seconds=left), news)
+        how = (*about.how[:-1], left)
+        value = (about.context.id, about.id, how, news)
         encoded = self.agent.codec.encode(value)
         return encoded, self._tags(about, worker, encoded), left
 
@@ -129,7 +130,7 @@ class Engine:
             found = context.passes.get(pass_id)
             first = found is None
             if found is None:
-                found = Pass(self, context, pass_id, how, sender)
+                found = Pass(self, context, pass_id, How(*how), sender)
                 context.passes[pass_id] = found
         if first:
             try:
@@ -138,7 +139,8 @@ class Engine:
                 found.fail(error)
         found.take(sender, news)
         found.reply_to(request)
-        found.drive()
+        if found.has_work():
+            found.drive()
 
     # -- outcomes
 
@@ -147,7 +149,7 @@ class Engine:
         know of the pass; of success they hear with the next call, or when they ask."""
         context = ended.context
         staged: list[tuple[Tensor, Tensor]] = []
-        with context.changed:
+        with context.lock:
             if context.passes.pop(ended.id, None) is None:
                 return staged
             context.note_outcome(ended.id, succeeded)
@@ -155,7 +157,7 @@ class Engine:
                 staged = ended.take_staged()
                 if not ended.how.for_inputs:
                     context.add_gradients(staged)
-            context.changed.notify_all()
+        ended.is_over()
         if not succeeded:
             self._spread_failure(ended)
         return staged
@@ -217,10 +219,12 @@ class Engine:
 
     # -- contexts
 
-    def release(self, context_id: int) -> None:
+    def release(self, context_id: int, heard_from: int = -1) -> None:
         """Release a context here and wherever it is known. Others hear of it with the next call
         that goes to them anyway; and soon by a message of its own, for many contexts at once."""
-        for worker in self._contexts.release(context_id) - {self.agent.info.id}:
+        for worker in self._contexts.release(context_id):
+            if worker in (heard_from, self.agent.info.id):
+                continue
             with self._lock:
                 self.released_for.setdefault(worker, []).append(context_id)
                 self._unconfirmed.setdefault(worker, []).append(context_id)
@@ -249,7 +253,7 @@ class Engine:
 
     def _serve_cleanup(self, request: Request) -> None:
         for id in request.decode():
-            self.release(id)
+            self.release(id, request.caller.id)
         request.answer(None)
 
     def _clear_up_after(self, info: WorkerInfo) -> None:
