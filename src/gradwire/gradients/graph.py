@@ -204,7 +204,24 @@ class _Parts:
         self._parent[self.find(b)] = self.find(a)
 
 
-def nodes_of(region: Region) -> list[Any]:
+def lift_nodes(region: Region, count: int) -> None:
+    """Have torch run all nodes of a region before those numbered below `count`. (Torch counts the
+    nodes that a thread makes from 0, and runs what is ready with the highest number first.)"""
+    of_leaf: dict[int, Any] = {}
+    stack = [start for source in region.sources for start in _starts(source, region.loose, of_leaf)]
+    seen = set(stack)
+    while stack:
+        node = stack.pop()
+        number = node._sequence_nr()
+        if number < count:
+            node._set_sequence_nr(number + count)
+        for child, _ in node.next_functions:
+            if child is not None and child not in seen:
+                seen.add(child)
+                stack.append(child)
+
+
+def _nodes_in_order(region: Region) -> list[Any]:
     """All nodes of a region, each before those it leads to."""
     finished: list[Any] = []
     seen: set[Any] = set()
@@ -244,7 +261,7 @@ def starts_of(region: Region) -> Iterator[tuple[Source, int]]:
 
 def reached_by(region: Region) -> list[int]:
     """Per anchor, the starts that reach it."""
-    order = nodes_of(region)
+    order = _nodes_in_order(region)
     masks: dict[Any, int] = dict.fromkeys(order, 0)
     of_leaf: dict[int, Any] = {}
     starts = (_starts(source, region.loose, of_leaf) for source in region.sources)

@@ -26,6 +26,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -51,8 +52,8 @@ from gradwire.gradients.graph import (
     Region,
     Root,
     is_loose,
+    lift_nodes,
     make_plan,
-    nodes_of,
     reached_by,
     starts_of,
 )
@@ -305,8 +306,11 @@ class Pass:
                         return
                     region = self._ready[0]
                 self._ready.remove(region)
+            # What the run saves, if it is to be differentiated too, is there to stay.
+            recording = self._engine.versions.recording() if self.how.create_graph else None
             try:
-                self._run(region)
+                with recording or nullcontext():
+                    self._run(region)
             except BaseException as error:
                 self.fail(self._explain(error, region))
 
@@ -420,9 +424,12 @@ class Pass:
             raise GradwireError("the backward pass was given up") from self.error
         answer: list[Tensor | None] = [None] * len(send.ends)
         for position, gradient in enumerate(self._answers[send.id] or ()):
-            if gradient is not None and not (self._loose and is_loose(send.ends[position])):
+            end = send.ends[position]
+            if gradient is not None and not (self._loose and is_loose(end)):
                 # Torch has no sparse gradients of an alias, which is what the gate leads to.
-                answer[position] = gradient.to_dense() if gradient.is_sparse else gradient
+                through_alias = end.layout is torch.strided and end.grad_fn is not None
+                dense = through_alias and gradient.layout is not torch.strided
+                answer[position] = gradient.to_dense() if dense else gradient
         return answer
 
     def _drive_elsewhere(self) -> None:
@@ -496,7 +503,6 @@ class Pass:
         with self._lock:
             error = self.error
             if error is None:
-                self._conclude()
                 news = self._news_for(request.caller.id)
         if error is not None:
             request.fail(error, "the backward pass")
@@ -519,6 +525,7 @@ class Pass:
         if worker in self._untold:
             self._untold.discard(worker)
             sends = self._unanswered(worker)
+        self._conclude()  # now that this one is told
         standing = NO_CHILD
         if worker == self.parent:
             self._parent_knows = self.finished
@@ -625,10 +632,7 @@ class Pass:
 def _make_gates(gates: list[Send], region: Region) -> list[Tensor]:
     """Let torch run the gates after everything else, the newest first. Ordinary nodes count from 0
     too, so those that would come after a gate are lifted."""
-    for node in nodes_of(region):
-        number = node._sequence_nr()
-        if number < len(gates):
-            node._set_sequence_nr(number + len(gates))
+    lift_nodes(region, len(gates))
     tokens = [make_gate(send) for send in sorted(gates, key=lambda send: send.id)]
     for number, token in enumerate(tokens):
         token.grad_fn._set_sequence_nr(number)  # type: ignore[union-attr]
