@@ -8,6 +8,7 @@ first in a program.
 from __future__ import annotations
 
 import importlib
+import pkgutil
 import sys
 from collections.abc import Callable
 from types import ModuleType
@@ -35,9 +36,9 @@ _NAMES = {
     ("torch.distributed.nn.api.remote_module", "_RemoteModule"): f"{_HERE}.nn",
 }
 
-#: What was there before: modules by name, and attributes by (module, name).
+#: What was there before: modules by name, and attributes by (module or class, name).
 _modules_before: dict[str, ModuleType | None] = {}
-_attributes_before: dict[tuple[ModuleType, str], Any] = {}
+_attributes_before: dict[tuple[Any, str], Any] = {}
 _MISSING = object()
 
 
@@ -69,8 +70,8 @@ def install() -> None:
     for (theirs, name), ours in _NAMES.items():
         _replace(sys.modules[theirs], name, getattr(importlib.import_module(ours), name))
     for (theirs, name), wrap in _WRAPPED.items():
-        module = importlib.import_module(theirs)
-        _replace(module, name, wrap(getattr(module, name)))
+        owner = pkgutil.resolve_name(theirs)
+        _replace(owner, name, wrap(getattr(owner, name)))
 
 
 def uninstall() -> None:
@@ -83,11 +84,11 @@ def uninstall() -> None:
             sys.modules.pop(name, None)
         else:
             sys.modules[name] = module
-    for (module, name), value in _attributes_before.items():
+    for (owner, name), value in _attributes_before.items():
         if value is _MISSING:
-            delattr(module, name)
+            delattr(owner, name)
         else:
-            setattr(module, name, value)
+            setattr(owner, name, value)
     _modules_before.clear()
     _attributes_before.clear()
 
@@ -96,9 +97,9 @@ def is_installed() -> bool:
     return bool(_modules_before)
 
 
-def _replace(module: ModuleType, name: str, value: Any) -> None:
-    _attributes_before[module, name] = getattr(module, name, _MISSING)
-    setattr(module, name, value)
+def _replace(owner: Any, name: str, value: Any) -> None:
+    _attributes_before[owner, name] = getattr(owner, name, _MISSING)
+    setattr(owner, name, value)
 
 
 # -- processes started by multiprocessing
@@ -130,10 +131,11 @@ def _wrapped_here(module: str, function: str) -> Callable[..., Any]:
     return wrap
 
 
-#: (module, function in it) -> what wraps it.
+#: (module or module:class, function in it) -> what wraps it.
 _WRAPPED = {
     ("multiprocessing.spawn", "get_preparation_data"): _preparing_with_gradwire,
     ("torch.futures", "wait_all"): _wrapped_here("futures", "wait_all_like"),
     ("torch.futures", "collect_all"): _wrapped_here("futures", "collect_all_like"),
     ("torch.jit", "script"): _wrapped_here("scripting", "script_like"),
+    ("torch.nn.parallel:DistributedDataParallel", "forward"): _wrapped_here("ddp", "forward_like"),
 }

@@ -1,0 +1,69 @@
+"""A parameter server that waits for the gradients of all trainers before it takes a step: they get
+the new parameters through a future, and no thread of the server is held up meanwhile.
+
+    gradwire run [--torch] -n 3 examples/torch/batched_updates.py
+"""
+
+import os
+import threading
+
+import torch.distributed.rpc as rpc
+
+import torch
+from torch import Tensor, nn
+
+TRAINERS = 2
+
+
+class Server:
+    def __init__(self) -> None:
+        torch.manual_seed(0)
+        self.weight = nn.Parameter(torch.rand(4))
+        self.optimizer = torch.optim.SGD([self.weight], lr=0.1)
+        self.lock = threading.Lock()
+        self.updated: torch.futures.Future = torch.futures.Future()
+        self.gradients: dict[int, Tensor] = {}
+
+    def get(self) -> Tensor:
+        return self.weight.detach()
+
+    @staticmethod
+    @rpc.functions.async_execution
+    def update(server: rpc.RRef, rank: int, gradient: Tensor) -> torch.futures.Future:
+        self = server.local_value()
+        with self.lock:
+            self.gradients[rank] = gradient
+            future = self.updated
+            if len(self.gradients) == TRAINERS:
+                # In the order of the trainers: the sum does not depend on who came first.
+                self.weight.grad = sum(self.gradients[rank] for rank in sorted(self.gradients))
+                self.optimizer.step()
+                self.gradients, self.updated = {}, torch.futures.Future()
+                future.set_result(self.weight.detach().clone())
+        return future
+
+
+def train(server: rpc.RRef, rank: int) -> list[float]:
+    torch.manual_seed(rank)
+    x, weight, losses = torch.rand(8, 4), server.rpc_sync().get(), []
+    for _ in range(5):
+        weight = weight.requires_grad_()
+        loss = (x @ weight - 1).square().mean()
+        (gradient,) = torch.autograd.grad(loss, [weight])
+        losses.append(loss.item())
+        weight = rpc.rpc_sync(server.owner(), Server.update, args=(server, rank, gradient))
+    return losses
+
+
+if __name__ == "__main__":
+    rank = int(os.environ["RANK"])
+    rpc.init_rpc(f"worker{rank}", rank=rank, world_size=TRAINERS + 1)
+    if rank == 0:
+        server = rpc.RRef(Server())
+        futures = [
+            rpc.rpc_async(f"worker{trainer}", train, args=(server, trainer))
+            for trainer in range(1, TRAINERS + 1)
+        ]
+        for trainer, losses in enumerate(torch.futures.wait_all(futures), start=1):
+            print(f"trainer {trainer}:", " ".join(f"{loss:.4f}" for loss in losses))
+    rpc.shutdown()

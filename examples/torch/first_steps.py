@@ -1,0 +1,39 @@
+"""Two workers: a value made on the other one, a loss, gradients through the calls, a step.
+
+gradwire run -n 2 examples/torch/first_steps.py             on torch
+gradwire run --torch -n 2 examples/torch/first_steps.py     the same program on gradwire
+"""
+
+import os
+
+import torch.distributed.autograd as dist_autograd
+import torch.distributed.rpc as rpc
+from torch.distributed.optim import DistributedOptimizer
+
+import torch
+from torch import optim
+
+
+def make_weight(seed: int) -> torch.Tensor:
+    torch.manual_seed(seed)
+    return torch.rand(3, 3, requires_grad=True)
+
+
+def train() -> None:
+    here, there = rpc.RRef(make_weight(1)), rpc.remote("worker1", make_weight, args=(2,))
+    for step in range(3):
+        with dist_autograd.context() as context_id:
+            product = rpc.rpc_sync("worker1", torch.mm, args=(here.to_here(), there.to_here()))
+            loss = (product - torch.eye(3)).square().sum()
+            dist_autograd.backward(context_id, [loss])
+            optimizer = DistributedOptimizer(optim.SGD, [here, there], lr=0.05)
+            optimizer.step(context_id)
+        print(f"step {step}: loss {loss.item():.4f}")
+
+
+if __name__ == "__main__":
+    rank = int(os.environ["RANK"])
+    rpc.init_rpc(f"worker{rank}", rank=rank, world_size=2)
+    if rank == 0:
+        train()
+    rpc.shutdown()
