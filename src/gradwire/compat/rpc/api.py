@@ -236,12 +236,18 @@ def _delete_all_user_and_unforked_owner_rrefs(
 ) -> None:
     """Let go of every reference to values on other workers, and wait until their owners know."""
     refs = current.worker().refs
+    deadline = time.monotonic() + timeout.total_seconds()
+
+    def wait_for_none(what: str) -> None:
+        while refs.debug_info()[what] and time.monotonic() < deadline:
+            time.sleep(0.005)
+
+    # The owner keeps a value for us until it knows of those we have sent our reference to.
+    wait_for_none("num_pending_children")
     for rref in list(users):
         users.discard(rref)
         rref.let_go()
-    deadline = time.monotonic() + timeout.total_seconds()
-    while refs.debug_info()["num_pending_messages"] and time.monotonic() < deadline:
-        time.sleep(0.005)
+    wait_for_none("num_pending_messages")
 
 
 @_require_initialized
