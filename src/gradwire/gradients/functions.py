@@ -55,7 +55,7 @@ class Send:
     def __init__(self, id: int, to: int, tensors: Sequence[Tensor], about: Any):
         self.id = id
         self.to = to
-        #: What was called or has answered; for errors.
+        #: What has answered, or in a tuple what was called; for errors.
         self.about = about
         if torch.is_grad_enabled() and not torch.is_inference_mode_enabled():
             self.ends = self._make_ends(tensors)

@@ -26,7 +26,8 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -35,7 +36,9 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge
 from torch.autograd.graph import _engine_run_backward as run_backward
 
+from gradwire.agent.exceptions import add_note
 from gradwire.agent.futures import Future
+from gradwire.agent.link import OpenCall
 from gradwire.agent.service import Request
 from gradwire.errors import CallTimeout, GradwireError
 from gradwire.gradients.context import Context
@@ -138,13 +141,20 @@ class Pass:
         #: This worker's part is done, and so are those of its children.
         self.finished = False
         self._staged: list[tuple[Tensor, Tensor]] = []
-        self._before: list[tuple[Tensor, Tensor | None]] = []
+        self._committed = False
+        #: Messages whose answers threads wait for.
+        self._asked: set[OpenCall] = set()
+        #: Regions that are being run; and what `.grad` was before, with a copy of it.
+        self._running = 0
+        self._before: list[tuple[Tensor, Tensor | None, Tensor | None]] = []
 
     # -- planning
 
     def begin(self, roots: Sequence[Root], inputs: Sequence[Tensor] = ()) -> None:
         """Find out what there is to do here."""
         context = self.context
+        if context.into_grad:
+            self._wait_for_others_to_undo()
         with context.lock:
             sends = list(context.sends.values())
             recvs = list(context.recvs.values())
@@ -282,10 +292,17 @@ class Pass:
                 if state is None:
                     return
                 self._ready.remove(state)
+                self._running += 1
+            failure: BaseException | None = None
             try:
                 self._run(state)
             except BaseException as error:
-                self.fail(self._explain(error, state.region))
+                failure = self._explain(error, state.region)
+            with self._changed:
+                self._running -= 1
+                self._undo_if_failed()
+            if failure is not None:
+                self.fail(failure)
 
     def _run(self, state: _RegionState) -> None:
         region, how = state.region, self.how
@@ -334,11 +351,11 @@ class Pass:
                 )
             finally:
                 running.gate, running.deliver = outer
+                if into_grad:
+                    for anchor in anchors:
+                        anchor.grad = None
         with self._lock:
-            if into_grad:
-                for anchor in anchors:
-                    anchor.grad = None
-            else:
+            if not into_grad:
                 for leaf, gradient in zip(leaves, found, strict=False):
                     if gradient is not None:
                         self._staged.append((leaf, gradient))
@@ -381,15 +398,49 @@ class Pass:
         with self._lock:
             for leaf in leaves:
                 before = leaf.grad
-                self._before.append((leaf, None if before is None else before.clone()))
+                self._before.append((leaf, before, None if before is None else before.clone()))
+
+    def _undo_if_failed(self) -> None:
+        """Put back what `.grad` was, the very tensor with its values, once nothing here can change
+        it any more."""
+        if self._running or self.error is None:
+            return
+        before, self._before = self._before, []
+        for leaf, gradient, values in reversed(before):
+            if gradient is not None and values is not None:
+                gradient.detach().copy_(values)
+            leaf.grad = gradient
+        self._changed.notify_all()
+
+    def wait_until_undone(self, deadline: float) -> None:
+        """Wait for the runs of a pass that has failed; they may change `.grad` still."""
+        with self._changed:
+            self._changed.wait_for(
+                lambda: not self._running or self.error is None,
+                None if deadline == FOREVER else max(0.0, deadline - time.monotonic()),
+            )
+
+    def _wait_for_others_to_undo(self) -> None:
+        context = self.context
+        with context.lock:
+            others = list(context.writers)
+            context.writers.add(self)
+        for other in others:
+            other.wait_until_undone(self.deadline)
+            if other.error is not None:
+                context.writers.discard(other)
 
     def _explain(self, error: BaseException, region: Region) -> BaseException:
-        """Say where in the forward pass an error comes from."""
-        calls = [source.about for source in region.sources if isinstance(source, Send)]
-        if calls and hasattr(error, "add_note"):
+        """Say where in the forward pass an error comes from: in a function that was called here, or
+        before others were called."""
+        about = [source.about for source in region.sources if isinstance(source, Send)]
+        ran_here = [call for call in about if not isinstance(call, tuple)]
+        places = [_place(call) for call in ran_here or [call for (call,) in about]]
+        if places:
             name = self._engine.agent.info.name
-            places = ", ".join(dict.fromkeys(_place(call) for call in calls[:3]))
-            error.add_note(f"in the backward pass on worker {name!r}, through the call of {places}")
+            what = "" if ran_here else "what was sent to "
+            where = ", ".join(list(dict.fromkeys(places))[:3])
+            add_note(error, f"in the backward pass on worker {name!r}, of {what}{where}")
         return error
 
     # -- telling others
@@ -412,15 +463,15 @@ class Pass:
             return False
         # Reading the last answer oneself is faster than being woken by who reads it.
         last = None if self.finished else told.pop()
-        for worker, first, news in told:
-            future = self._engine.tell(self, worker, news)
-            future.at_once(partial(self._hear_later, worker, first))
-        if last is None:
-            return False
-        worker, first, news = last
         try:
+            for worker, first, news in told:
+                future = self._engine.tell(self, worker, news)
+                future.at_once(partial(self._hear_later, worker, first))
+            if last is None:
+                return False
+            worker, first, news = last
             answer = self._engine.ask(self, worker, news)
-        except Exception as error:
+        except BaseException as error:
             self.fail(error)
             return False
         self.take(worker, answer, was_told=first)
@@ -505,32 +556,54 @@ class Pass:
                 )
             )
 
-    def _missing(self) -> str:
+    def awaited(self) -> set[int]:
+        """The workers that must do something before this one can be done."""
         with self._lock:
+            if self.finished or self.error is not None:
+                return set()
             owing = {w for w, ids in self._unanswered_to.items() if set(ids) - self._answers.keys()}
-            owing |= self._children
-        names = [repr(self._engine.agent.peers.find(worker).info.name) for worker in owing]
+            return owing | self._children
+
+    def _missing(self) -> str:
+        peers = {peer.info.id: peer.info.name for peer in self._engine.agent.peers.all()}
+        names = [repr(peers.get(worker, worker)) for worker in self.awaited()]
         return "workers " + ", ".join(sorted(names)) if names else "its own part"
 
     def fail(self, error: BaseException) -> None:
-        """Give the pass up, here and everywhere."""
+        """Give the pass up, here and everywhere, unless it has ended."""
         with self._changed:
-            if self.error is not None:
+            if self.error is not None or self._committed:
                 return
             self.error = error
             self._staged = []
-            before, self._before = self._before, []
+            self._undo_if_failed()
             self._changed.notify_all()
-        for leaf, gradient in reversed(before):
-            if gradient is None or leaf.grad is None:
-                leaf.grad = gradient
-            else:
-                leaf.grad.detach().copy_(gradient)
-        self._engine.end(self, succeeded=False)
+        self._give_up_asking()
+        self._engine.fail(self, error)
 
-    def take_staged(self) -> list[tuple[Tensor, Tensor]]:
-        """The gradients found here, once the whole pass has succeeded."""
+    @contextmanager
+    def hearing(self, call: OpenCall) -> Iterator[None]:
+        """While a thread waits for an answer; it need not once the pass has failed."""
+        self._asked.add(call)
+        try:
+            if self.error is not None:
+                self._give_up_asking()
+            yield
+        finally:
+            self._asked.discard(call)
+
+    def _give_up_asking(self) -> None:
+        for call in list(self._asked):
+            if call.link is not None:
+                call.link.give_up(call)
+
+    def commit(self) -> list[tuple[Tensor, Tensor]]:
+        """The gradients found here, once the whole pass has succeeded; from now on it cannot fail
+        any more. Raises if it has failed."""
         with self._lock:
+            if self.error is not None:
+                raise self.error
+            self._committed = True
             staged, self._staged = self._staged, []
             self._before = []
         return staged
