@@ -117,10 +117,9 @@ WEIGHTS = {name: torch.ones(2, requires_grad=True) for name in ("here", "between
 
 
 @pytest.fixture(autouse=True)
-def _weights() -> Iterator[None]:
+def _weights() -> None:
     for weight in WEIGHTS.values():
         weight.grad = None
-    yield
 
 
 def forward(function: Callable[[Tensor], Tensor]) -> Tensor:
@@ -275,7 +274,7 @@ def test_a_deadline_ends_the_pass_and_names_who_is_late(trio: list[Worker]) -> N
         loss = forward(with_function)
         ACTIONS.append(block)
         started = time.monotonic()
-        with pytest.raises(CallTimeout, match="worker1|worker2"):
+        with pytest.raises(CallTimeout, match=r"worker1|worker2"):
             autograd.backward(context_id, [loss], retain_graph=True, timeout=0.2)
         assert time.monotonic() - started < 10
         until(lambda: waiting_at_gates() == 0, "nobody waits, though the function still runs")

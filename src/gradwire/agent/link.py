@@ -381,6 +381,8 @@ class Link:
             call.finish()
 
     def _arm(self) -> None:
+        if self.end_reason is not None:
+            return  # one that has ended is readable for ever
         self._armed = True
         self._event_spent = False
         self.connection.arm()

@@ -133,7 +133,8 @@ class Pass:
         self._to_myself: deque[Answer] = deque()
         #: Everybody who knows of the pass, as far as this worker knows.
         self.involved: set[int] = set()
-        self._unsure = 0
+        #: Workers that were told of the pass and have not answered yet.
+        self._unsure: set[int] = set()
         self._children: set[int] = set()
         self._done_children: set[int] = set()
         self._parent_knows = False
@@ -199,7 +200,8 @@ class Pass:
             # Another thread may have heard of the pass first and be planning it still.
             self._changed.wait_for(lambda: self._planned or self.error)
             self.involved.add(sender)
-            self._unsure -= was_told
+            if was_told:
+                self._unsure.discard(sender)
             if standing == CHILD_DONE:
                 self._children.discard(sender)
                 self._done_children.add(sender)
@@ -458,7 +460,7 @@ class Pass:
             if self.finished and self.parent is not None and not self._parent_knows:
                 workers.add(self.parent)
             told = [(worker, worker in self._untold, self._news_for(worker)) for worker in workers]
-            self._unsure += sum(first for _, first, _ in told)
+            self._unsure.update(worker for worker, first, _ in told if first)
         if not told:
             return False
         # Reading the last answer oneself is faster than being woken by who reads it.
@@ -562,7 +564,7 @@ class Pass:
             if self.finished or self.error is not None:
                 return set()
             owing = {w for w, ids in self._unanswered_to.items() if set(ids) - self._answers.keys()}
-            return owing | self._children
+            return owing | self._children | self._unsure
 
     def _missing(self) -> str:
         peers = {peer.info.id: peer.info.name for peer in self._engine.agent.peers.all()}

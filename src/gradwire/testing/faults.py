@@ -30,7 +30,9 @@ class _Where:
     kind: Kind | None = None
     sender: str | None = None
     receiver: str | None = None
+    answers: bool = False
     chance: float = 1.0
+    skip: int = 0
     times: int | None = None
     seconds: float = 0.05
 
@@ -40,8 +42,9 @@ class Fault(_Where):
     """What happens to frames: they get lost (drop), arrive `seconds` late (delay), arrive twice
     (duplicate), or take the whole connection with them (cut).
 
-    `kind` None means any message; an answer has the kind PYTHON_RET or EXCEPTION. `sender` and
-    `receiver` are names of workers, None means any.
+    `kind` None means any message; an answer has the kind PYTHON_RET or EXCEPTION. With `answers` it
+    is the answers to messages of that kind instead. `sender` and `receiver` are names of workers,
+    None means any. The first `skip` frames it could befall are spared.
     """
 
     action: Action = "drop"
@@ -56,6 +59,9 @@ class FaultyTransport:
         self._dice = random.Random(seed)
         self._lock = threading.Lock()
         self._left = [fault.times for fault in self._faults]
+        self._spared = [fault.skip for fault in self._faults]
+        #: What was asked: by (asking, asked, id of the call).
+        self._asked: dict[tuple[str, str, int], int] = {}
         #: What was done so far, in order: (action, kind, sender, receiver).
         self.done: list[tuple[Action, Kind, str, str]] = []
 
@@ -78,17 +84,32 @@ class FaultyTransport:
         with self._lock:
             self._faults.append(fault)
             self._left.append(fault.times)
+            self._spared.append(fault.skip)
+
+    def clear(self) -> None:
+        """Have no faults any more."""
+        with self._lock:
+            self._faults, self._left, self._spared = [], [], []
 
     def choose(self, frame: Frame, sender: str, receiver: str) -> Fault | None:
         """The fault that befalls a frame, if any."""
-        kind, _ = peek(frame.head)
+        kind, call = peek(frame.head)
         with self._lock:
+            asked = None
+            if kind in (Kind.PYTHON_RET, Kind.EXCEPTION):
+                asked = self._asked.pop((receiver, sender, call), None)
+            else:
+                self._asked[sender, receiver, call] = kind
             for index, fault in enumerate(self._faults):
-                if fault.kind not in (None, kind) or self._left[index] == 0:
+                about = asked if fault.answers else kind
+                if about is None or fault.kind not in (None, about) or self._left[index] == 0:
                     continue
                 if fault.sender not in (None, sender) or fault.receiver not in (None, receiver):
                     continue
                 if fault.chance < 1.0 and self._dice.random() >= fault.chance:
+                    continue
+                if self._spared[index]:
+                    self._spared[index] -= 1
                     continue
                 left = self._left[index]
                 if left is not None:
@@ -117,6 +138,7 @@ class FaultyConnection:
         self.disarm = inner.disarm
         self.trim = inner.trim
         self._timers: set[threading.Timer] = set()
+        self._timing = threading.Lock()
 
     def send(self, frame: Frame, blocked: Callable[[], object] | None = None) -> None:
         fault = self._transport.choose(frame, self._me, self.peer.name)
@@ -132,7 +154,9 @@ class FaultyConnection:
 
     def close(self) -> None:
         self._inner.close()
-        for timer in list(self._timers):
+        with self._timing:
+            timers = list(self._timers)
+        for timer in timers:
             timer.cancel()
             timer.join()
 
@@ -160,8 +184,9 @@ class FaultyConnection:
         copy = Frame(bytes(frame.head), [buffer.detach().clone() for buffer in frame.buffers])
         timer = threading.Timer(seconds, self._send_quietly, (copy,))
         timer.daemon = True
-        self._timers.add(timer)
-        timer.start()
+        with self._timing:  # nobody can join one that has not started
+            self._timers.add(timer)
+            timer.start()
 
     def _send_quietly(self, frame: Frame) -> None:
         try:
