@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import random
 import threading
+from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Literal
@@ -64,6 +65,9 @@ class FaultyTransport:
         self._asked: dict[tuple[str, str, int], int] = {}
         #: What was done so far, in order: (action, kind, sender, receiver).
         self.done: list[tuple[Action, Kind, str, str]] = []
+        #: How many messages of each kind were sent, and how many answers to each.
+        self.messages: Counter[Kind] = Counter()
+        self.answers: Counter[Kind] = Counter()
 
     @property
     def name(self) -> str:
@@ -98,8 +102,11 @@ class FaultyTransport:
             asked = None
             if kind in (Kind.PYTHON_RET, Kind.EXCEPTION):
                 asked = self._asked.pop((receiver, sender, call), None)
+                if asked is not None:
+                    self.answers[Kind(asked)] += 1
             else:
                 self._asked[sender, receiver, call] = kind
+                self.messages[Kind(kind)] += 1
             for index, fault in enumerate(self._faults):
                 about = asked if fault.answers else kind
                 if about is None or fault.kind not in (None, about) or self._left[index] == 0:
