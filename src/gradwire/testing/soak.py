@@ -44,6 +44,7 @@ _WORKERS = 3
 #: travel through shared memory.
 _SIZE = 10_000
 _LOOKS = 10
+_CONTEXTS_PER_LOOK = 100
 #: Memory may grow by so much per context: what is remembered of released ones, and noise.
 _BYTES_PER_CONTEXT = 2048
 #: What the threads of workers did last they hold until they do something else.
@@ -200,9 +201,10 @@ def soak(contexts: int, transport: str, tell: Callable[[str], None] = print) -> 
         at_rest = Census.take()
         tell(f"{0:7}: {at_rest}")
         done = 0
-        for look in range(1, _LOOKS + 1):
-            _run(contexts * look // _LOOKS - done, ways, x, network)
-            done = contexts * look // _LOOKS
+        looks = max(1, min(_LOOKS, contexts // _CONTEXTS_PER_LOOK))
+        for look in range(1, looks + 1):
+            _run(contexts * look // looks - done, ways, x, network)
+            done = contexts * look // looks
             _wait_until_released(workers)
             found = Census.take()
             curve.append(found.memory)
@@ -226,7 +228,7 @@ def soak(contexts: int, transport: str, tell: Callable[[str], None] = print) -> 
 @contextmanager
 def _workers(transport: str) -> Iterator[tuple[list[Worker], FaultyTransport]]:
     network = FaultyTransport(transports_named(transport)[0], [])
-    options = Options(heartbeat_interval=0.5, heartbeat_limit=2.0)
+    options = Options(heartbeat_interval=0.5)
     with cluster(_WORKERS, transports=[network], options=options, graceful=False) as workers:
         token = current.enter(workers[0])
         try:
