@@ -337,6 +337,26 @@ def test_a_run_that_outlives_its_pass_leaves_nothing_in_grad(trio: list[Worker])
         assert x.grad.tolist() == [1.0, 1.0]
 
 
+def test_a_failed_pass_is_undone_though_the_news_of_it_was_lost() -> None:
+    """The next pass brings the news."""
+    lost = Fault("drop", kind=Kind.BACKWARD_AUTOGRAD_OUTCOME)
+    transport = FaultyTransport(transports_named("memory")[0], [lost])
+    with cluster(2, transports=[transport], graceful=False) as workers:
+        token = current.enter(workers[0])
+        x = torch.ones(2, requires_grad=True)
+        with autograd.context(into_grad=True) as context_id:
+            loss = rpc.rpc_sync("worker1", with_function, args=(x,)).sum()
+            transport.add(Fault("drop", kind=Kind.BACKWARD_AUTOGRAD_REQ, answers=True, times=1))
+            with pytest.raises(CallTimeout):
+                autograd.backward(context_id, [loss], retain_graph=True, timeout=0.1)
+            autograd.backward(context_id, [loss])
+            assert WEIGHTS["there"].grad is not None
+            assert WEIGHTS["there"].grad.tolist() == [1.0, 1.0]
+            assert x.grad is not None
+            assert x.grad.tolist() == [1.0, 1.0]
+        current.exit(token)
+
+
 def in_context_of(worker: Worker, action: Callable[[], None]) -> threading.Thread:
     def run() -> None:
         current.enter(worker)

@@ -173,9 +173,9 @@ class Engine:
     def fail(self, failed: Pass, error: BaseException) -> None:
         """A pass has failed: tell all who know of it."""
         context = failed.context
-        encoded = encode_exception(
-            self.agent.codec, error, f'the backward pass on worker "{self.agent.info.name}" raised:'
-        )
+        me = self.agent.info
+        where = f'the backward pass on worker "{me.name}" (id {me.id}) raised:'
+        encoded = encode_exception(self.agent.codec, error, where)
         reason: Reason = (encoded.payload, encoded.buffers)
         with context.changed:
             if context.passes.pop(failed.id, None) is None:
