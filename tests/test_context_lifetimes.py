@@ -291,3 +291,23 @@ def test_the_command_would_notice_a_leak(monkeypatch: pytest.MonkeyPatch) -> Non
 
     monkeypatch.setattr(soak, "_GOOD", [keep])
     assert any("tensors more" in line for line in soak.soak(100, "memory", lambda line: None))
+
+
+def test_a_call_that_comes_too_late_does_not_keep_what_it_refers_to(trio: list[Worker]) -> None:
+    with autograd.context() as context_id:
+        pass
+    trio[1].contexts.release(context_id)
+    agent = trio[0].agent
+    rref = rpc.RRef(torch.ones(2))
+    call = agent.codec.encode_call(rpc.RRef.to_here, (rref,), {})
+    tags = {TAG: (context_id, 0, 0, (), [])}
+    peer = agent.peers.find("worker1")
+    with pytest.raises(GradwireError, match="was released already"):
+        agent.call_async(peer, Kind.PYTHON_CALL, "to_here", call, 5.0, tags).wait()
+    del rref, call
+
+    def nothing_held() -> bool:
+        gc.collect()
+        return not any(any(worker.refs.debug_info().values()) for worker in trio)
+
+    until(nothing_held, "the value is gone")

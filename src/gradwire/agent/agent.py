@@ -263,8 +263,14 @@ class Agent:
         """A value that has arrived, and what must be waited for before it is used."""
         arrival = None
         if tags:
-            for interceptor in self.interceptors:
-                arrival = interceptor.arriving(tags) or arrival
+            try:
+                for interceptor in self.interceptors:
+                    arrival = interceptor.arriving(tags) or arrival
+            except Exception:
+                self.codec.decode(
+                    payload, buffers
+                )  # references in it must be dropped in good order
+                raise
         value, decoding = self.codec.decode(payload, buffers, arrival)
         return value, decoding.unsettled
 

@@ -82,9 +82,7 @@ class Engine:
         call = self.agent.ask(
             worker, Kind.BACKWARD_AUTOGRAD_REQ, "the backward pass", encoded, left, tags
         )
-        with asking.hearing(call):
-            answer: News = self.agent.hear(call)
-        return answer
+        return asking.hear(call)
 
     def tell(self, telling: Pass, worker: int, news: News) -> Future[News]:
         """Tell a worker something; what it has to tell comes in a future."""

@@ -26,8 +26,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -583,14 +582,14 @@ class Pass:
         self._give_up_asking()
         self._engine.fail(self, error)
 
-    @contextmanager
-    def hearing(self, call: OpenCall) -> Iterator[None]:
-        """While a thread waits for an answer; it need not once the pass has failed."""
+    def hear(self, call: OpenCall) -> News:
+        """Wait for the answer to a message, unless the pass fails first."""
         self._asked.add(call)
         try:
             if self.error is not None:
                 self._give_up_asking()
-            yield
+            answer: News = self._engine.agent.hear(call)
+            return answer
         finally:
             self._asked.discard(call)
 
