@@ -17,7 +17,7 @@ from gradwire.transport.base import Frame
 from gradwire.transport.memory import MemoryNetwork
 from gradwire.transport.poller import EpollPoller
 from gradwire.transport.unix import UnixTransport
-from gradwire.wire.tensors import DTYPES, byte_size
+from gradwire.wire.tensors import DTYPES
 from gradwire.wire.values import INLINE_BYTES, Codec
 
 LARGE = 3 * INLINE_BYTES
@@ -36,7 +36,7 @@ def cross(value: Any, codec: Codec | None = None) -> Any:
 def bits(tensor: Tensor) -> Tensor:
     """The elements as bytes, so that nan equals nan and every dtype compares."""
     tensor = tensor.detach().resolve_conj().resolve_neg()
-    flat = torch.empty(byte_size(tensor), dtype=torch.uint8)
+    flat = torch.empty(tensor.nbytes, dtype=torch.uint8)
     if len(flat):
         flat.view(tensor.dtype).view(tensor.shape).copy_(tensor)
     return flat
@@ -54,7 +54,7 @@ def bytes_sent(tensor: Tensor) -> int:
     """What the tensor itself costs, wherever it travels."""
     encoded = Codec().encode(tensor)
     if encoded.buffers:
-        return sum(map(byte_size, encoded.buffers))
+        return sum(buffer.nbytes for buffer in encoded.buffers)
     return len(encoded.payload) - 200  # less than any description takes
 
 

@@ -8,23 +8,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from typing import Any
 
 from torch import Tensor
 
 from gradwire import current
 from gradwire.config import UNSET_TIMEOUT
-from gradwire.gradients.context import current_id
+from gradwire.gradients.context import add_up, current_id
 from gradwire.gradients.graph import make_roots
 from gradwire.gradients.passes import How
 
 __all__ = ["backward", "context", "get_gradients", "grad"]
 
 
-@contextmanager
-def context(into_grad: bool = False) -> Iterator[int]:
+class context:
     """Record the calls of a block, so that `backward` can go through them; gives the context's id.
 
     Gradients are collected in the context, for `get_gradients` and
@@ -36,14 +34,21 @@ def context(into_grad: bool = False) -> Iterator[int]:
         ...     loss = rpc.rpc_sync("worker1", compute_loss, args=(x,))
         ...     backward(context_id, [loss])
     """
-    worker = current.worker()
-    made = worker.contexts.new(into_grad)
-    token = current_id.set(made.id)
-    try:
-        yield made.id
-    finally:
-        current_id.reset(token)
-        worker.engine.release(made.id)
+
+    _id: int
+
+    def __init__(self, into_grad: bool = False):
+        self._into_grad = into_grad
+
+    def __enter__(self) -> int:
+        self._worker = current.worker()
+        self._id = self._worker.contexts.new(self._into_grad).id
+        self._token = current_id.set(self._id)
+        return self._id
+
+    def __exit__(self, *_error: object) -> None:
+        current_id.reset(self._token)
+        self._worker.engine.release(self._id)
 
 
 def backward(
@@ -98,9 +103,8 @@ def grad(
         seconds=worker.agent.timeout(timeout),
     )
     given = None if grad_outputs is None else _listed(grad_outputs)
-    pairs = worker.engine.run(found, make_roots(outputs, given), how, inputs)
-    gradients = {id(tensor): gradient for tensor, gradient in pairs}
-    result = tuple(gradients.get(id(tensor)) for tensor in inputs)
+    sums = add_up({}, worker.engine.run(found, make_roots(outputs, given), how, inputs))
+    result = tuple(sums[id(tensor)][1] if id(tensor) in sums else None for tensor in inputs)
     if not allow_unused and None in [None if g is None else 0 for g in result]:
         raise RuntimeError(
             "one of the inputs was not used to compute the outputs. If that is as it should be, "

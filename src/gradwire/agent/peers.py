@@ -56,9 +56,7 @@ class Peers:
         """The worker meant by `to`. Raises UnknownWorkerError."""
         if isinstance(to, WorkerInfo):
             to = to.id
-        known: dict[str, Peer] | dict[int, Peer]
-        known = self._by_name if isinstance(to, str) else self._by_id
-        peer = known.get(to)  # type: ignore[arg-type]
+        peer = self._by_id.get(to) if type(to) is int else self._by_name.get(to)  # type: ignore[arg-type]
         if peer is not None:
             return peer
         member = self._roster.by_name(to) if isinstance(to, str) else self._roster.by_id(to)

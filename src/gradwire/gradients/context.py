@@ -25,11 +25,24 @@ _REMEMBERED_RELEASES = 100_000
 
 #: Why a pass has failed: an exception, encoded.
 Reason = tuple["bytes | memoryview", Sequence[Tensor]]
+GradientSums = dict[int, tuple[Tensor, Tensor]]
 
 #: The id of the context the current code runs in.
 current_id: contextvars.ContextVar[int | None] = contextvars.ContextVar(
     "gradwire_context", default=None
 )
+
+
+def add_up(sums: GradientSums, gradients: list[tuple[Tensor, Tensor]]) -> GradientSums:
+    """Add gradients to those there are, by identity of the leaf."""
+    for leaf, gradient in gradients:
+        found = sums.get(id(leaf))
+        if found is not None:
+            # Torch adds a sparse tensor to a dense one, but not the other way round.
+            before = found[1]
+            gradient = gradient + before if before.is_sparse else before + gradient
+        sums[id(leaf)] = (leaf, gradient)
+    return sums
 
 
 class Context:
@@ -39,13 +52,11 @@ class Context:
         self.id = id
         self._messages = messages
         self.lock = threading.RLock()
-        self.changed = threading.Condition(self.lock)
         self.sends: dict[int, Send] = {}
         self.recvs: dict[int, Recv] = {}
         #: The workers this one has exchanged messages with in this context.
         self.known: set[int] = set()
-        #: By identity of the leaf.
-        self._gradients: dict[int, tuple[Tensor, Tensor]] = {}
+        self._gradients: GradientSums = {}
         self.passes: dict[int, Pass] = {}
         #: Passes that are over: why they have failed, or None.
         self._ended: dict[int, Reason | None] = {}
@@ -87,13 +98,7 @@ class Context:
 
     def add_gradients(self, gradients: list[tuple[Tensor, Tensor]]) -> None:
         with self.lock:
-            for leaf, gradient in gradients:
-                found = self._gradients.get(id(leaf))
-                if found is not None:
-                    # Torch adds a sparse tensor to a dense one, but not the other way round.
-                    before = found[1]
-                    gradient = gradient + before if before.is_sparse else before + gradient
-                self._gradients[id(leaf)] = (leaf, gradient)
+            add_up(self._gradients, gradients)
 
     def gradients(self) -> dict[Tensor, Tensor]:
         with self.lock:
@@ -123,9 +128,11 @@ class Context:
 
     def has_succeeded(self, id: int) -> bool:
         """Whether a pass has succeeded; waits for the end of one that is just ending."""
-        with self.changed:
-            self.changed.wait_for(lambda: id not in self.passes, 10.0)
-            return id in self._ended and self._ended[id] is None
+        with self.lock:
+            ending = self.passes.get(id)
+        if ending is not None:
+            ending.wait_until_over()
+        return id in self._ended and self._ended[id] is None
 
     def successes(self) -> tuple[int, ...]:
         """The passes known to have succeeded."""
@@ -146,9 +153,7 @@ class Context:
             # Of those whose part here is done it may not be known how they have ended.
             unfinished = [found for found in self.passes.values() if not found.finished]
             self.passes = {found.id: found for found in unfinished}
-            self.sends.clear()
-            self.recvs.clear()
-            self._gradients.clear()
+            self.sends, self.recvs, self._gradients = {}, {}, {}
             self.writers.clear()
             known = set(self.known)
         for running in unfinished:

@@ -71,7 +71,8 @@ class Engine:
             return self.succeed(started)
         except BaseException as error:
             started.fail(error)
-            started.wait_until_undone(time.monotonic() + _UNDOING_SECONDS)
+            if context.into_grad:
+                started.wait_until_undone(time.monotonic() + _UNDOING_SECONDS)
             raise
 
     # -- messages of passes
@@ -99,8 +100,9 @@ class Engine:
         left = 0.0
         if about.how.seconds:
             left = max(0.001, about.deadline - time.monotonic())
+        how = (*about.how[:-1], left)
         failed = about.context.failures() if about.context.into_grad else ()
-        value = (about.context.id, about.id, about.how._replace(seconds=left), news, failed)
+        value = (about.context.id, about.id, how, news, failed)
         encoded = self.agent.codec.encode(value)
         return encoded, self._tags(about, worker, encoded), left
 
@@ -129,8 +131,9 @@ class Engine:
             request.answer(([], [(id, None) for id in news[0]], NO_CHILD))
             return
         for id in failed:  # what they did to `.grad` is undone before this one changes it
-            if id in context.passes:
-                context.passes[id].fail(GradwireError("the backward pass was given up"))
+            given_up = context.passes.get(id)
+            if given_up is not None:
+                given_up.fail(GradwireError("the backward pass was given up"))
         with context.lock:
             reason = context.check_pass(pass_id)
             if reason is not None:  # the root of it, not that it has failed, is what matters
@@ -139,7 +142,7 @@ class Engine:
             found = context.passes.get(pass_id)
             first = found is None
             if found is None:
-                found = Pass(self, context, pass_id, how, sender)
+                found = Pass(self, context, pass_id, How(*how), sender)
                 context.passes[pass_id] = found
         if first:
             try:
@@ -148,7 +151,8 @@ class Engine:
                 found.fail(error)
         found.take(sender, news)
         found.reply_to(request)
-        found.drive()
+        if found.has_work():
+            found.drive()
 
     # -- outcomes
 
@@ -156,7 +160,7 @@ class Engine:
         """A pass has succeeded everywhere: make its gradients visible. Others who took part hear of
         it with the next call, or when they ask. Raises if it has failed after all."""
         context = done.context
-        with context.changed:
+        with context.lock:
             if context.passes.get(done.id) is not done and done.error is None:
                 raise GradwireError(f"autograd context {context.id} was released")
             staged = done.commit()
@@ -165,7 +169,7 @@ class Engine:
             context.note_outcome(done.id, None)
             if not done.how.for_inputs:
                 context.add_gradients(staged)
-            context.changed.notify_all()
+        done.is_over()
         return staged
 
     def fail(self, failed: Pass, error: BaseException) -> None:
@@ -175,11 +179,11 @@ class Engine:
         where = f'the backward pass on worker "{me.name}" (id {me.id}) raised:'
         encoded = encode_exception(self.agent.codec, error, where)
         reason: Reason = (encoded.payload, encoded.buffers)
-        with context.changed:
+        with context.lock:
             if context.passes.pop(failed.id, None) is None:
                 return
             context.note_outcome(failed.id, reason)
-            context.changed.notify_all()
+        failed.is_over()
         value = (context.id, failed.id, reason)
         for worker in (failed.involved | {creator(failed.id)}) - {self.agent.info.id}:
             try:
@@ -237,10 +241,12 @@ class Engine:
 
     # -- contexts
 
-    def release(self, context_id: int) -> None:
+    def release(self, context_id: int, heard_from: int = -1) -> None:
         """Release a context here and wherever it is known. Others hear of it with the next call
         that goes to them anyway; and soon by a message of its own, for many contexts at once."""
-        for worker in self._contexts.release(context_id) - {self.agent.info.id}:
+        for worker in self._contexts.release(context_id):
+            if worker in (heard_from, self.agent.info.id):
+                continue
             with self._lock:
                 self.released_for.setdefault(worker, []).append(context_id)
                 self._unconfirmed.setdefault(worker, []).append(context_id)
@@ -269,7 +275,7 @@ class Engine:
 
     def _serve_cleanup(self, request: Request) -> None:
         for id in request.decode():
-            self.release(id)
+            self.release(id, request.caller.id)
         request.answer(None)
 
     def _serve_join(self, request: Request) -> None:

@@ -7,16 +7,18 @@
             gradients enter here                gradients leave here
 
 An *end* hangs on a tensor that has left (a leaf is its own end): giving it a gradient is how
-backward goes on from there.
-An *anchor* is a leaf of its own from which a tensor that arrived is made: what backward brings it
-is what has to be sent to the end. Both are kept without the memory of the tensor.
+backward goes on from there. An *anchor* is the node that a tensor which arrived comes from: what
+backward brings it is what has to be sent to the end.
+
+Both are made by an operation of torch that gives a tensor the memory of another, like a view, but
+without autograd taking it for one: what is done in place later, to either of them, is nothing to
+the other's history.
 """
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any
 
 import torch
@@ -25,26 +27,32 @@ from torch.autograd.graph import GradientEdge
 
 Gradients = Sequence["Tensor | None"]
 
-# Gives a tensor that shares memory with another, like a view, but is none to autograd: what the
-# user does in place later, to either of them, is nothing to the other's history.
 _alias = torch.ops.aten._unsafe_view.default._op
-_empty: dict[torch.dtype, Tensor] = {}
+#: Of larger tensors no memory is held on to.
+_SMALL_BYTES = 4096
 
 
 def _like(tensor: Tensor) -> Tensor:
     alias: Tensor
-    alias = _alias(tensor, tensor.shape) if tensor.layout is torch.strided else tensor.clone()
+    if torch.is_grad_enabled() and tensor.layout is torch.strided:
+        alias = _alias(tensor, tensor.shape)
+        return alias
+    # Whatever mode the calling code is in.
+    with torch.inference_mode(False), torch.enable_grad():
+        strided = tensor.layout is torch.strided
+        alias = _alias(tensor, tensor.shape) if strided else tensor.clone()
     return alias
 
 
-def _without_memory(tensor: Tensor) -> Tensor:
-    """The same place in the graph; the elements are not needed there."""
-    if tensor.layout is torch.strided and tensor.is_cpu:
-        empty = _empty.get(tensor.dtype)
-        if empty is None:
-            empty = _empty[tensor.dtype] = torch.empty(0, dtype=tensor.dtype, device="cpu")
-        tensor.data = empty
-    return tensor
+def _let_go_of_memory(tensor: Tensor) -> None:
+    """Keep the place in the graph; the elements are not needed there."""
+    if tensor.layout is torch.strided and tensor.nbytes > _SMALL_BYTES:
+        tensor.data = tensor.data.new_empty(())
+
+
+def edge_behind(node: Any) -> GradientEdge:
+    """Where an alias leads to."""
+    return GradientEdge(*node.next_functions[0])
 
 
 class Send:
@@ -57,81 +65,56 @@ class Send:
         self.to = to
         #: What has answered, or in a tuple what was called; for errors.
         self.about = about
-        if torch.is_grad_enabled() and not torch.is_inference_mode_enabled():
-            self.ends = self._make_ends(tensors)
-        else:
-            # Whatever mode the calling code is in.
-            with torch.inference_mode(False), torch.enable_grad():
-                self.ends = self._make_ends(tensors)
+        self.ends = [tensor if tensor.grad_fn is None else _like(tensor) for tensor in tensors]
+        for end in self.ends:
+            if end.grad_fn is not None:
+                _let_go_of_memory(end)
 
     def target(self, position: int) -> Tensor | GradientEdge:
         """What the gradient of one of the tensors goes into."""
         end = self.ends[position]
-        return end if end.grad_fn is None else GradientEdge(*end.grad_fn.next_functions[0])
-
-    @staticmethod
-    def _make_ends(tensors: Sequence[Tensor]) -> list[Tensor]:
-        return [
-            tensor if tensor.grad_fn is None else _without_memory(_like(tensor))
-            for tensor in tensors
-        ]
+        return end if end.grad_fn is None else edge_behind(end.grad_fn)
 
 
 class Recv:
     """A differentiable message that has arrived."""
 
-    __slots__ = ("_shapes", "anchors", "id", "sender")
+    __slots__ = ("anchors", "id", "sender")
 
     def __init__(self, id: int, sender: int):
         self.id = id
         self.sender = sender
-        self.anchors: list[Tensor] = []
-        self._shapes: list[torch.Size] = []
+        self.anchors: list[Any] = []
 
     def take(self, tensor: Tensor) -> Tensor:
-        """One of its tensors, a leaf still; gives the one that user code gets to see."""
-        if torch.is_grad_enabled():
-            arrived = _like(tensor)
-        else:
-            with torch.enable_grad():
-                arrived = _like(tensor)
-        # By number: a hook that knew its message would keep it, and itself, alive.
-        arrived.grad_fn.register_prehook(partial(_reached, self.id, len(self.anchors)))  # type: ignore[union-attr]
-        self._shapes.append(tensor.shape)
-        self.anchors.append(_without_memory(tensor))
+        """One of its tensors, a leaf; gives the one that user code gets to see."""
+        tensor._backward_hooks = _LEAF_HOOKS
+        arrived = _like(tensor)
+        self.anchors.append(arrived.grad_fn)
+        _let_go_of_memory(tensor)
         return arrived
 
-    def let_accumulate(self, position: int) -> Tensor:
-        """An anchor that torch can give a `.grad` to: that needs the shape, but no memory still."""
-        anchor = self.anchors[position]
-        if anchor.shape != self._shapes[position]:
-            anchor.data = anchor.data.new_empty(()).expand(self._shapes[position])
-        return anchor
+
+def _refuse(_gradient: Tensor) -> None:
+    """Backward has come to the leaf behind an anchor."""
+    if running.gate is None:
+        raise RuntimeError(
+            "a plain backward() has reached a value that came from another worker. Call "
+            "gradwire.autograd.backward(context_id, [loss]) inside the context the value was "
+            "computed in"
+        )
+
+
+_LEAF_HOOKS: Any = {0: _refuse}
 
 
 class Running(threading.local):
-    """What a thread does when backward reaches one of the two; set for every run."""
+    """What a thread does when backward comes to a gate; set for every run of a region."""
 
     gate: Callable[[Send], Gradients] | None = None
-    deliver: Callable[[int, int, Tensor | None], None] | None = None
 
 
 running = Running()
-
-_ADVICE = (
-    "a plain backward() has reached a value that came from another worker. Call "
-    "gradwire.autograd.backward(context_id, [loss]) inside the context the value was computed in"
-)
-
-
-def _reached(message: int, position: int, gradients: tuple[Tensor | None]) -> tuple[None] | None:
-    deliver = running.deliver
-    if deliver is None:
-        raise RuntimeError(_ADVICE)
-    (gradient,) = gradients
-    deliver(message, position, gradient)
-    # It has been taken; what is behind the alias cannot handle a sparse one.
-    return None if gradient is None or gradient.layout is torch.strided else (None,)
 
 
 def make_gate(send: Send) -> Tensor:

@@ -11,8 +11,8 @@ where that comes to matter (`reached_by`).
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -66,25 +66,27 @@ Source = Root | Send
 Anchor = tuple[Recv, int]
 
 
-@dataclass(slots=True)
 class Region:
-    """A connected part of the graph."""
+    """A connected part of the graph, and how far a pass has got with it."""
 
-    sources: list[Source] = field(default_factory=list)
-    #: Whose gradients are asked for.
-    leaves: list[Tensor] = field(default_factory=list)
-    anchors: list[Anchor] = field(default_factory=list)
+    __slots__ = (
+        "anchors", "dead", "has_gradient", "leaves", "loose", "out", "queued", "reached", "sources",
+    )  # fmt: skip
 
-    def starts(self, id: int) -> range:
-        """The roots and ends of a region are its starts. These are the numbers of those of a send,
-        in the order of the sources."""
-        first = 0
-        for source in self.sources:
-            count = 1 if isinstance(source, Root) else len(source.ends)
-            if isinstance(source, Send) and source.id == id:
-                return range(first, first + count)
-            first += count
-        return range(0)
+    def __init__(self, loose: bool) -> None:
+        self.sources: list[Source] = []
+        #: Whether it leaves out loose ends; see `make_plan`.
+        self.loose = loose
+        #: Whose gradients are asked for.
+        self.leaves: list[Tensor] = []
+        self.anchors: list[Anchor] = []
+        #: How many of its sources have not been answered yet.
+        self.out = 0
+        self.has_gradient = False
+        self.queued = False
+        #: The starts without a gradient, as bits, and per anchor those that reach it.
+        self.dead = 0
+        self.reached: list[int] | None = None
 
 
 @dataclass(slots=True)
@@ -95,56 +97,77 @@ class Plan:
     unreached: list[Anchor]
 
 
-def _starts(sources: Sequence[Source]) -> list[list[Any]]:
-    """Per source, the nodes where its gradients enter the graph."""
-    of_leaf: dict[int, Any] = {}
+def is_loose(end: Tensor) -> bool:
+    """A leaf that was sent, and that nobody watches: what it is sent back is its gradient, with no
+    need to go through the graph. (Hooks must see the sum of all its gradients.)"""
+    return end.grad_fn is None and end._backward_hooks is None
 
-    def node(tensor: Tensor) -> Any:
-        if tensor.grad_fn is not None:
-            return tensor.grad_fn
-        if id(tensor) not in of_leaf:
-            of_leaf[id(tensor)] = get_gradient_edge(tensor).node
-        return of_leaf[id(tensor)]
 
-    return [
-        [source.tensor.grad_fn] if isinstance(source, Root) else [node(end) for end in source.ends]
-        for source in sources
-    ]
+def _starts(source: Source, loose: bool, of_leaf: dict[int, Any]) -> list[Any]:
+    """The nodes where the gradients of a source enter the graph."""
+    if type(source) is Root:
+        return [source.tensor.grad_fn]
+    assert type(source) is Send
+    nodes = []
+    for end in source.ends:
+        if end.grad_fn is not None:
+            nodes.append(end.grad_fn)
+        elif not loose or not is_loose(end):
+            if id(end) not in of_leaf:
+                of_leaf[id(end)] = get_gradient_edge(end).node
+            nodes.append(of_leaf[id(end)])
+    return nodes
 
 
 def make_plan(
-    sources: Sequence[Source], recvs: Sequence[Recv], wanted: Sequence[Tensor] | None = None
+    sources: Sequence[Source],
+    recvs: Sequence[Recv],
+    wanted: Sequence[Tensor] | None = None,
+    *,
+    loose: bool = False,
 ) -> Plan:
-    """Plan a pass. `wanted` are the tensors whose gradients are asked for; None: all leaves."""
-    anchors = {id(a): (recv, n) for recv in recvs for n, a in enumerate(recv.anchors)}
+    """Plan a pass. `wanted` are the tensors whose gradients are asked for; None: all leaves.
+    `loose`: loose ends are seen to elsewhere; a send that has no others is in no region."""
+    anchors = {anchor: (recv, n) for recv in recvs for n, anchor in enumerate(recv.anchors)}
     part_of: dict[Any, int] = {}
     parts = _Parts(len(sources))
-    leaves: list[tuple[int, Tensor]] = []
-    starts = _starts(sources)
-    for part, nodes in enumerate(starts):
-        for node in nodes:
-            _walk(node, part, part_of, parts, leaves)
-    regions: dict[int, Region] = {}
+    sinks: list[tuple[int, Any]] = []
+    of_leaf: dict[int, Any] = {}
+    members = []
     for part, source in enumerate(sources):
-        regions.setdefault(parts.find(part), Region()).sources.append(source)
-    asked = None if wanted is None else {id(tensor) for tensor in wanted}
-    for part, leaf in leaves:
+        starts = _starts(source, loose, of_leaf)
+        for node in starts:
+            _walk(node, part, part_of, parts, anchors, sinks)
+        if starts:
+            members.append(part)
+    regions: dict[int, Region] = {}
+    for part in members:
+        found = parts.find(part)
+        if found not in regions:
+            regions[found] = Region(loose)
+        regions[found].sources.append(sources[part])
+    asked = None if wanted is None else {id(tensor): tensor for tensor in wanted}
+    for part, node in sinks:
         region = regions[parts.find(part)]
-        anchor = anchors.pop(id(leaf), None)
-        if anchor is not None:
-            region.anchors.append(anchor)
-        elif asked is None or id(leaf) in asked:
-            region.leaves.append(leaf)
-    for tensor in wanted or ():
+        if type(node) is not _Leaf:
+            region.anchors.append(anchors.pop(node))
+        elif asked is None or id(node.variable) in asked:
+            region.leaves.append(node.variable)
+    for tensor in asked.values() if asked else ():
         if tensor.grad_fn in part_of:
             regions[parts.find(part_of[tensor.grad_fn])].leaves.append(tensor)
     return Plan(list(regions.values()), list(anchors.values()))
 
 
 def _walk(
-    start: Any, part: int, part_of: dict[Any, int], parts: _Parts, leaves: list[tuple[int, Tensor]]
+    start: Any,
+    part: int,
+    part_of: dict[Any, int],
+    parts: _Parts,
+    anchors: dict[Any, Anchor],
+    sinks: list[tuple[int, Any]],
 ) -> None:
-    """Mark all nodes that a source reaches and nobody has marked, and find the leaves there."""
+    """Mark all nodes that a source reaches and nobody has marked, and find the sinks there."""
     found = part_of.get(start, -1)
     if found >= 0:
         parts.join(part, found)
@@ -153,8 +176,8 @@ def _walk(
     stack = [start]
     while stack:
         node = stack.pop()
-        if type(node) is _Leaf:
-            leaves.append((part, node.variable))
+        if type(node) is _Leaf or node in anchors:
+            sinks.append((part, node))
             continue
         for child, _ in node.next_functions:
             if child is not None:
@@ -182,12 +205,30 @@ class _Parts:
         self._parent[self.find(b)] = self.find(a)
 
 
-def nodes_of(region: Region) -> list[Any]:
+def lift_nodes(region: Region, count: int) -> None:
+    """Have torch run all nodes of a region before those numbered below `count`. (Torch counts the
+    nodes that a thread makes from 0, and runs what is ready with the highest number first.)"""
+    of_leaf: dict[int, Any] = {}
+    stack = [start for source in region.sources for start in _starts(source, region.loose, of_leaf)]
+    seen = set(stack)
+    while stack:
+        node = stack.pop()
+        number = node._sequence_nr()
+        if number < count:
+            node._set_sequence_nr(number + count)
+        for child, _ in node.next_functions:
+            if child is not None and child not in seen:
+                seen.add(child)
+                stack.append(child)
+
+
+def _nodes_in_order(region: Region) -> list[Any]:
     """All nodes of a region, each before those it leads to."""
     finished: list[Any] = []
     seen: set[Any] = set()
-    for starts in _starts(region.sources):
-        for start in starts:
+    of_leaf: dict[int, Any] = {}
+    for source in region.sources:
+        for start in _starts(source, region.loose, of_leaf):
             if start in seen:
                 continue
             seen.add(start)
@@ -206,18 +247,30 @@ def nodes_of(region: Region) -> list[Any]:
     return finished
 
 
+def starts_of(region: Region) -> Iterator[tuple[Source, int]]:
+    """The sources of a region, each as often as it has places where gradients enter, with the
+    position of the tensor there. Sets of starts are written as bits, in this order."""
+    for source in region.sources:
+        if type(source) is Root:
+            yield source, 0
+            continue
+        assert type(source) is Send
+        for position, end in enumerate(source.ends):
+            if not region.loose or not is_loose(end):
+                yield source, position
+
+
 def reached_by(region: Region) -> list[int]:
-    """Per anchor, the starts that reach it, as bits (see `Region.starts`)."""
-    order = nodes_of(region)
+    """Per anchor, the starts that reach it."""
+    order = _nodes_in_order(region)
     masks: dict[Any, int] = dict.fromkeys(order, 0)
-    for bit, start in enumerate(itertools.chain(*_starts(region.sources))):
+    of_leaf: dict[int, Any] = {}
+    starts = (_starts(source, region.loose, of_leaf) for source in region.sources)
+    for bit, start in enumerate(itertools.chain(*starts)):
         masks[start] |= 1 << bit
-    at_leaf: dict[int, int] = {}
     for node in order:
         mask = masks[node]
-        if type(node) is _Leaf:
-            at_leaf[id(node.variable)] = mask
         for child, _ in node.next_functions:
             if child is not None:
                 masks[child] |= mask
-    return [at_leaf[id(recv.anchors[n])] for recv, n in region.anchors]
+    return [masks[recv.anchors[n]] for recv, n in region.anchors]

@@ -25,7 +25,6 @@ from __future__ import annotations
 
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -33,7 +32,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge
-from torch.autograd.graph import _engine_run_backward as run_backward
+from torch.autograd.variable import Variable
 
 from gradwire.agent.exceptions import add_note
 from gradwire.agent.futures import Future
@@ -41,8 +40,24 @@ from gradwire.agent.link import OpenCall
 from gradwire.agent.service import Request
 from gradwire.errors import CallTimeout, GradwireError
 from gradwire.gradients.context import Context
-from gradwire.gradients.functions import Gradients, Recv, Send, make_gate, running
-from gradwire.gradients.graph import Region, Root, make_plan, nodes_of, reached_by
+from gradwire.gradients.functions import (
+    Gradients,
+    Recv,
+    Send,
+    edge_behind,
+    make_gate,
+    running,
+)
+from gradwire.gradients.graph import (
+    Anchor,
+    Region,
+    Root,
+    is_loose,
+    lift_nodes,
+    make_plan,
+    reached_by,
+    starts_of,
+)
 from gradwire.wire.values import call_name
 
 if TYPE_CHECKING:
@@ -55,6 +70,9 @@ Answer = tuple[int, "list[Tensor | None] | None"]
 News = tuple["list[int]", "list[Answer]", int]
 
 FOREVER = float("inf")
+
+# Below `torch.autograd.grad`, whose checks cost as much as a small region.
+run_backward = Variable._execution_engine.run_backward
 #: How a worker stands to another in a pass.
 NO_CHILD, CHILD, CHILD_DONE = range(3)
 
@@ -70,37 +88,18 @@ class How(NamedTuple):
     seconds: float = 0.0
 
 
-class _RegionState:
-    """How far a region has got."""
-
-    __slots__ = ("dead", "has_gradient", "out", "queued", "reached", "region")
-
-    def __init__(self, region: Region):
-        self.region = region
-        #: The sends among its sources that are not answered yet.
-        self.out = sum(isinstance(source, Send) for source in region.sources)
-        self.has_gradient = self.out < len(region.sources)
-        self.queued = False
-        #: The starts without a gradient, as bits, and per anchor those that reach it.
-        self.dead = 0
-        self.reached: list[int] | None = None
-
-    def may_run(self) -> bool:
-        return not self.out or (self.has_gradient and bool(self.region.anchors))
-
-
-_OPEN: Any = object()  # in place of a gradient that is not known yet
+_OPEN: Any = object()  # in place of what is not known yet
 
 
 class _Reply:
     """The answer of a recv, while its gradients come in."""
 
-    __slots__ = ("gradients", "open", "recv")
+    __slots__ = ("gradients", "open", "sender")
 
     def __init__(self, recv: Recv):
-        self.recv = recv
-        self.gradients: list[Tensor | None] = [_OPEN] * len(recv.anchors)
+        self.sender = recv.sender
         self.open = len(recv.anchors)
+        self.gradients: list[Tensor | None] = [_OPEN] * self.open
 
 
 class Pass:
@@ -116,23 +115,27 @@ class Pass:
         self._engine = engine
         self._me = engine.agent.info.id
         self._lock = threading.Lock()
-        self._changed = threading.Condition(self._lock)
+        #: Made when somebody has to wait.
+        self._changed: threading.Condition | None = None
         self._planned = False
+        self._sends: dict[int, Send] = {}
+        self._wanted: set[int] = set()
+        #: Leaves that were sent get what is sent back; not if torch has to put it into `.grad`.
+        self._loose = not context.into_grad or how.for_inputs
         #: By send: the region it is a source of, and the answer once it is there.
-        self._state_of: dict[int, _RegionState] = {}
+        self._region_of: dict[int, Region] = {}
         self._answers: dict[int, list[Tensor | None] | None] = {}
-        self._ready: list[_RegionState] = []
+        self._ready: list[Region] = []
         self._unfinished = 0
-        self._recv_ids: set[int] = set()
+        self._recv_ids: frozenset[int] = frozenset()
         self._replies: dict[int, _Reply] = {}
-        self._unanswered_to: dict[int, list[int]] = {}
         #: What others must hear: that there is a pass, and answers.
         self._untold: set[int] = set()
         self._outbox: dict[int, list[Answer]] = {}
-        self._to_myself: deque[Answer] = deque()
+        self._to_myself: list[Answer] = []
         #: Everybody who knows of the pass, as far as this worker knows.
-        self.involved: set[int] = set()
-        #: Workers that were told of the pass and have not answered yet.
+        self.involved: set[int] = set() if parent is None else {parent}
+        #: Workers that were told and have not said yet whether they are children.
         self._unsure: set[int] = set()
         self._children: set[int] = set()
         self._done_children: set[int] = set()
@@ -140,6 +143,7 @@ class Pass:
         self.error: BaseException | None = None
         #: This worker's part is done, and so are those of its children.
         self.finished = False
+        self._over = False
         self._staged: list[tuple[Tensor, Tensor]] = []
         self._committed = False
         #: Messages whose answers threads wait for.
@@ -155,49 +159,54 @@ class Pass:
         context = self.context
         if context.into_grad:
             self._wait_for_others_to_undo()
+        self._wanted = {id(tensor) for tensor in inputs}
         with context.lock:
             sends = list(context.sends.values())
             recvs = list(context.recvs.values())
             known = set(context.known)
-        plan = make_plan([*roots, *sends], recvs, inputs if self.how.for_inputs else None)
+        wanted = inputs if self.how.for_inputs else None
+        plan = make_plan([*roots, *sends], recvs, wanted, loose=self._loose)
         with self._lock:
-            for region in plan.regions:
-                state = _RegionState(region)
-                for source in region.sources:
-                    if isinstance(source, Send):
-                        self._state_of[source.id] = state
-                        self._unanswered_to.setdefault(source.to, []).append(source.id)
-                self._consider(state)
-            self._unfinished = len(plan.regions)
-            self._recv_ids = {recv.id for recv in recvs}
+            self._sends = {send.id: send for send in sends}
             self._replies = {recv.id: _Reply(recv) for recv in recvs}
+            self._recv_ids = frozenset(self._replies)
+            for region in plan.regions:
+                for source in region.sources:
+                    if type(source) is Send:
+                        self._region_of[source.id] = region
+                        region.out += 1
+                region.has_gradient = region.out < len(region.sources)
+                self._consider(region)
+            self._unfinished = len(plan.regions)
             for recv in recvs:
-                if not recv.anchors:
+                if not recv.anchors:  # what it carried could not be decoded
                     self._settle(recv.id, 0, None)
             for recv, position in plan.unreached:
                 self._settle(recv.id, position, None)
-            self._untold = known - {self._me}
-            if self.parent is not None:
-                self.involved.add(self.parent)
-            if self._me in self._unanswered_to:
-                self._answer_unknown(self._me, self._unanswered_to[self._me])
-            self._take_answers(())
+            if self._me in known:
+                known.discard(self._me)
+                self._answer_unknown(self._me, self._unanswered(self._me))
+            self._untold = known
             self._planned = True
-            self._changed.notify_all()
+            self._notify()
 
-    def _consider(self, state: _RegionState) -> None:
-        if not state.queued and state.may_run():
-            state.queued = True
-            self._ready.append(state)
+    def _consider(self, region: Region) -> None:
+        if not region.queued and (not region.out or (region.has_gradient and region.anchors)):
+            region.queued = True
+            self._ready.append(region)
+
+    def _unanswered(self, worker: int) -> list[int]:
+        answers = self._answers
+        return [id for id, send in self._sends.items() if send.to == worker and id not in answers]
 
     # -- answers
 
     def take(self, sender: int, news: News, *, was_told: bool = False) -> None:
         """Take in what another worker has to tell. `was_told`: it answers our first message."""
         sends, answers, standing = news
-        with self._changed:
-            # Another thread may have heard of the pass first and be planning it still.
-            self._changed.wait_for(lambda: self._planned or self.error)
+        with self._lock:
+            if not self._planned:  # another thread has heard of the pass first
+                self._wait(lambda: self._planned)
             self.involved.add(sender)
             if was_told:
                 self._unsure.discard(sender)
@@ -208,52 +217,60 @@ class Pass:
                 self._children.add(sender)
             if sends:
                 self._answer_unknown(sender, sends)
-            self._take_answers(answers)
+            for id, gradients in answers:
+                self._take_answer(id, gradients)
+            self._notify()
 
     def _answer_unknown(self, sender: int, sends: Sequence[int]) -> None:
         """Sends that never got here have no gradients."""
-        unknown = [id for id in sends if id not in self._recv_ids]
-        if unknown:
-            self._post(sender, [(id, None) for id in unknown])
+        for id in sends:
+            if id not in self._recv_ids:
+                self._post(sender, (id, None))
 
-    def _post(self, to: int, answers: list[Answer]) -> None:
+    def _post(self, to: int, answer: Answer) -> None:
         if to == self._me:
-            self._to_myself.extend(answers)
+            self._to_myself.append(answer)
         else:
-            self._outbox.setdefault(to, []).extend(answers)
+            self._outbox.setdefault(to, []).append(answer)
 
-    def _take_answers(self, answers: Sequence[Answer]) -> None:
-        for id, gradients in answers:
-            self._take_answer(id, gradients)
+    def _take_own_answers(self) -> bool:
+        if not self._to_myself:
+            return False
         while self._to_myself:
-            self._take_answer(*self._to_myself.popleft())
-        self._changed.notify_all()
+            self._take_answer(*self._to_myself.pop())
+        self._notify()
+        return True
 
     def _take_answer(self, id: int, gradients: list[Tensor | None] | None) -> None:
-        state = self._state_of.get(id)
-        if state is None or id in self._answers:
+        send = self._sends.get(id)
+        if send is None or id in self._answers:
             return
         self._answers[id] = gradients
-        state.out -= 1
-        if gradients is None or any(gradient is None for gradient in gradients):
-            self._lose_starts(state, id, gradients or ())
+        if self._loose and gradients is not None:
+            for end, gradient in zip(send.ends, gradients, strict=False):
+                if gradient is not None and is_loose(end):
+                    self._stage(end, gradient)
+        region = self._region_of.get(id)
+        if region is None:
+            return
+        region.out -= 1
         if gradients is not None:
-            state.has_gradient = True
-        self._consider(state)
+            region.has_gradient = True
+        if region.anchors and (gradients is None or any(g is None for g in gradients)):
+            self._lose_starts(region, id, gradients or ())
+        self._consider(region)
 
-    def _lose_starts(self, state: _RegionState, id: int, gradients: Gradients) -> None:
+    def _lose_starts(self, region: Region, id: int, gradients: Gradients) -> None:
         """Some tensors of a send have no gradient. Neither have the anchors that are reached from
         nowhere else."""
-        region = state.region
-        if not region.anchors:
-            return
-        for position, bit in enumerate(region.starts(id)):
-            if position >= len(gradients) or gradients[position] is None:
-                state.dead |= 1 << bit
-        if state.reached is None:
-            state.reached = reached_by(region)
-        for (recv, position), reached in zip(region.anchors, state.reached, strict=True):
-            if not reached & ~state.dead:
+        for bit, (source, position) in enumerate(starts_of(region)):
+            lost = position >= len(gradients) or gradients[position] is None
+            if lost and type(source) is Send and source.id == id:
+                region.dead |= 1 << bit
+        if region.reached is None:
+            region.reached = reached_by(region)
+        for (recv, position), reached in zip(region.anchors, region.reached, strict=True):
+            if not reached & ~region.dead:
                 self._settle(recv.id, position, None)
 
     def _settle(self, message: int, position: int, gradient: Tensor | None) -> None:
@@ -261,15 +278,18 @@ class Pass:
         reply = self._replies.get(message)
         if reply is None:
             return
-        if reply.gradients:
-            if reply.gradients[position] is not _OPEN:
+        gradients = reply.gradients
+        if gradients:
+            if gradients[position] is not _OPEN:
                 return
-            reply.gradients[position] = gradient
+            if gradient is not None and gradient.requires_grad and not self.how.create_graph:
+                gradient = gradient.detach()
+            gradients[position] = gradient
             reply.open -= 1
         if not reply.open:
             del self._replies[message]
-            given = reply.gradients if any(g is not None for g in reply.gradients) else None
-            self._post(reply.recv.sender, [(message, given)])
+            nothing = all(gradient is None for gradient in gradients)
+            self._post(reply.sender, (message, None if nothing else gradients))
 
     # -- running
 
@@ -284,48 +304,51 @@ class Pass:
         """Run the regions that can; those that have to wait at gates only if asked to."""
         while True:
             with self._lock:
-                self._take_answers(())
-                if self.error is not None:
+                self._take_own_answers()
+                if self.error is not None or not self._ready:
                     return
-                state = next((s for s in self._ready if not s.out), None)
-                if state is None and gated and self._ready:
-                    state = self._ready[0]
-                if state is None:
-                    return
-                self._ready.remove(state)
+                for region in self._ready:
+                    if not region.out:
+                        break
+                else:
+                    if not gated:
+                        return
+                    region = self._ready[0]
+                self._ready.remove(region)
                 self._running += 1
             failure: BaseException | None = None
             try:
-                self._run(state)
+                self._run(region)
             except BaseException as error:
-                failure = self._explain(error, state.region)
-            with self._changed:
+                failure = self._explain(error, region)
+            with self._lock:
                 self._running -= 1
                 self._undo_if_failed()
             if failure is not None:
                 self.fail(failure)
 
-    def _run(self, state: _RegionState) -> None:
-        region, how = state.region, self.how
-        into_grad = self.context.into_grad and not how.for_inputs
+    def _run(self, region: Region) -> None:
+        how, loose = self.how, self._loose
         outputs: list[Tensor | GradientEdge] = []
-        seeds: list[Tensor | None] = []
+        seeds: list[Tensor] = []
         gates: list[Send] = []
         with self._lock:
             for source in region.sources:
-                if isinstance(source, Root):
+                if type(source) is Root:
                     outputs.append(source.tensor)
                     seeds.append(source.gradient)
-                elif source.id not in self._answers:
+                    continue
+                assert type(source) is Send
+                answer = self._answers.get(source.id, _OPEN)
+                if answer is _OPEN:
                     gates.append(source)
-                else:
-                    answer = self._answers[source.id] or ()
-                    for position, gradient in enumerate(answer):
-                        if gradient is not None:
-                            outputs.append(source.target(position))
-                            seeds.append(gradient)
+                    continue
+                for position, gradient in enumerate(answer or ()):
+                    if gradient is not None and not (loose and is_loose(source.ends[position])):
+                        outputs.append(source.target(position))
+                        seeds.append(gradient)
             anchors = [
-                recv.let_accumulate(position) if into_grad else recv.anchors[position]
+                (recv, position)
                 for recv, position in region.anchors
                 if (reply := self._replies.get(recv.id)) and reply.gradients[position] is _OPEN
             ]
@@ -333,46 +356,75 @@ class Pass:
             tokens = _make_gates(gates, region)
             outputs += tokens
             seeds += [torch.ones_like(token) for token in tokens]
-        leaves = region.leaves if self.parent is None or not how.for_inputs else []
-        if into_grad:
-            self._remember_grads(leaves)
-        found: Gradients = ()
+        leaves = region.leaves
+        if how.for_inputs and self.parent is not None:
+            leaves = []
+        found: Sequence[Tensor | None] = ()
         if outputs and (leaves or anchors):
-            outer = running.gate, running.deliver
-            running.gate, running.deliver = self._gate, self._deliver
+            into_grad = self.context.into_grad and not how.for_inputs
+            if into_grad:
+                self._remember_grads(leaves)
+            if gates or into_grad:
+                edges, watching = self._watch(anchors, execute=into_grad)
+            else:
+                edges = [GradientEdge(recv.anchors[position], 0) for recv, position in anchors]
+                watching = []
+            outer, running.gate = running.gate, self._gate
             try:
                 found = run_backward(
                     tuple(outputs),
                     tuple(seeds),
                     how.retain_graph,
                     how.create_graph,
-                    (*leaves, *anchors),
+                    (*leaves, *edges),
                     allow_unreachable=True,
                     accumulate_grad=into_grad,
                 )
             finally:
-                running.gate, running.deliver = outer
-                if into_grad:
-                    for anchor in anchors:
-                        anchor.grad = None
+                running.gate = outer
+                for handle in watching:
+                    handle.remove()
+            if into_grad:
+                found = ()
+            elif gates:
+                found = found[: len(leaves)]
         with self._lock:
-            if not into_grad:
-                for leaf, gradient in zip(leaves, found, strict=False):
-                    if gradient is not None:
-                        self._staged.append((leaf, gradient))
+            count = len(leaves)
+            for leaf, gradient in zip(leaves, found, strict=False):
+                if gradient is not None:
+                    self._stage(leaf, gradient)
+            for (recv, position), gradient in zip(anchors, found[count:], strict=False):
+                self._settle(recv.id, position, gradient)
             for recv, position in region.anchors:
                 self._settle(recv.id, position, None)
             for source in region.sources:
-                if isinstance(source, Send):
+                if type(source) is Send:
                     self._answers[source.id] = None  # used up
             self._unfinished -= 1
 
-    def _deliver(self, message: int, position: int, gradient: Tensor | None) -> None:
-        """Backward has reached a tensor that was received."""
-        if gradient is not None and gradient.requires_grad and not self.how.create_graph:
-            gradient = gradient.detach()
+    def _stage(self, leaf: Tensor, gradient: Tensor) -> None:
+        if not self.how.for_inputs or id(leaf) in self._wanted:
+            self._staged.append((leaf, gradient))
+
+    def _watch(
+        self, anchors: Sequence[Anchor], *, execute: bool
+    ) -> tuple[list[GradientEdge], list[Any]]:
+        """Have gradients delivered as soon as they get to an anchor, in the middle of a run. Gives
+        what the run must be asked for, so that it passes through the anchors, and handles."""
+        edges = []
+        handles = []
+        for recv, position in anchors:
+            node = recv.anchors[position]
+            handles.append(node.register_prehook(partial(self._reached, recv.id, position)))
+            edges.append(GradientEdge(node, 0) if execute else edge_behind(node))
+        return edges, handles
+
+    def _reached(self, message: int, position: int, gradients: Any) -> tuple[None] | None:
+        (gradient,) = gradients
         with self._lock:
             self._settle(message, position, gradient)
+        # It has been taken; what is behind the anchor cannot handle a sparse one.
+        return None if gradient is None or gradient.layout is torch.strided else (None,)
 
     def _gate(self, send: Send) -> Gradients:
         """The gradients of what was sent; waits for them."""
@@ -383,12 +435,15 @@ class Pass:
                 self._wait_until(lambda: send.id in self._answers)
         if self.error is not None:
             raise GradwireError("the backward pass was given up") from self.error
-        # Torch has no sparse gradients of an alias, which is what the gate leads to.
-        answer = [
-            gradient.to_dense() if gradient is not None and gradient.is_sparse else gradient
-            for gradient in self._answers[send.id] or ()
-        ]
-        return answer + [None] * (len(send.ends) - len(answer))
+        answer: list[Tensor | None] = [None] * len(send.ends)
+        for position, gradient in enumerate(self._answers[send.id] or ()):
+            end = send.ends[position]
+            if gradient is not None and not (self._loose and is_loose(end)):
+                # Torch has no sparse gradients of an alias, which is what the gate leads to.
+                through_alias = end.layout is torch.strided and end.grad_fn is not None
+                dense = through_alias and gradient.layout is not torch.strided
+                answer[position] = gradient.to_dense() if dense else gradient
+        return answer
 
     def _drive_elsewhere(self) -> None:
         agent = self._engine.agent
@@ -411,15 +466,12 @@ class Pass:
             if gradient is not None and values is not None:
                 gradient.detach().copy_(values)
             leaf.grad = gradient
-        self._changed.notify_all()
+        self._notify()
 
     def wait_until_undone(self, deadline: float) -> None:
         """Wait for the runs of a pass that has failed; they may change `.grad` still."""
-        with self._changed:
-            self._changed.wait_for(
-                lambda: not self._running or self.error is None,
-                None if deadline == FOREVER else max(0.0, deadline - time.monotonic()),
-            )
+        with self._lock:
+            self._wait_for(lambda: not self._running or self.error is None, deadline)
 
     def _wait_for_others_to_undo(self) -> None:
         context = self.context
@@ -448,18 +500,21 @@ class Pass:
 
     def _exchange(self) -> bool:
         """Send what others must know. True when there may be more to do here afterwards."""
+        told = []
         with self._lock:
             if self.error is not None:
                 return False
-            if self._to_myself:
-                self._take_answers(())
+            if self._take_own_answers():
                 return True
             self._conclude()
             workers = self._untold | self._outbox.keys()
             if self.finished and self.parent is not None and not self._parent_knows:
                 workers.add(self.parent)
-            told = [(worker, worker in self._untold, self._news_for(worker)) for worker in workers]
-            self._unsure.update(worker for worker, first, _ in told if first)
+            for worker in workers:
+                first = worker in self._untold
+                if first:
+                    self._unsure.add(worker)
+                told.append((worker, first, self._news_for(worker)))
         if not told:
             return False
         # Reading the last answer oneself is faster than being woken by who reads it.
@@ -493,19 +548,29 @@ class Pass:
         with self._lock:
             error = self.error
             if error is None:
-                self._conclude()
                 news = self._news_for(request.caller.id)
         if error is not None:
             request.fail(error, "the backward pass")
         else:
             self._engine.answer(self, request, news)
 
+    def has_work(self) -> bool:
+        """Whether there is something to drive. Who adds to it from now on drives it too."""
+        return bool(
+            self._ready
+            or self._outbox
+            or self._untold
+            or self._to_myself
+            or (self.finished and not self._parent_knows)
+        )
+
     def _news_for(self, worker: int) -> News:
         sends: list[int] = []
         self.involved.add(worker)
         if worker in self._untold:
             self._untold.discard(worker)
-            sends = [i for i in self._unanswered_to.get(worker, ()) if i not in self._answers]
+            sends = self._unanswered(worker)
+        self._conclude()  # now that this one is told
         standing = NO_CHILD
         if worker == self.parent:
             self._parent_knows = self.finished
@@ -514,38 +579,35 @@ class Pass:
 
     def _conclude(self) -> None:
         """See whether this worker's part has come to its end."""
-        if not (
+        if (
             self._unfinished
             or self._replies
             or self._to_myself
             or self._unsure
             or self._children
-            or len(self._answers) < len(self._state_of)
-            or self._untold - {self.parent}
+            or len(self._answers) < len(self._sends)
         ):
+            return
+        if not self._untold or self._untold == {self.parent}:
             self.finished = True
-            self._changed.notify_all()
+            self._notify()
 
     # -- the end
 
     def wait(self) -> None:
         """On the worker that started the pass: return when it is done everywhere."""
-        self._wait_until(lambda: self.finished)
+        if not self.finished:
+            self._wait_until(lambda: self.finished)
         if self.error is not None:
             raise self.error
 
     def _wait_until(self, ready: Callable[[], bool]) -> None:
         """Wait for something, the failure of the pass, or its deadline."""
-        if ready() or self.error is not None:
-            return
         executor = self._engine.agent.executor
         aside = executor.step_aside()
         try:
-            left = self.deadline - time.monotonic()
-            with self._changed:
-                self._changed.wait_for(
-                    lambda: ready() or self.error, None if left == FOREVER else max(0.0, left)
-                )
+            with self._lock:
+                self._wait(ready)
         finally:
             if aside:
                 executor.step_back()
@@ -557,12 +619,27 @@ class Pass:
                 )
             )
 
+    def _wait(self, ready: Callable[[], bool]) -> None:
+        """The lock is held when this is called and when it returns."""
+        self._wait_for(lambda: ready() or self.error is not None, self.deadline)
+
+    def _wait_for(self, ready: Callable[[], bool], deadline: float) -> None:
+        if self._changed is None:
+            self._changed = threading.Condition(self._lock)
+        left = deadline - time.monotonic()
+        self._changed.wait_for(ready, None if left == FOREVER else max(0.0, left))
+
+    def _notify(self) -> None:
+        """Have those who wait look again."""
+        if self._changed is not None:
+            self._changed.notify_all()
+
     def awaited(self) -> set[int]:
         """The workers that must do something before this one can be done."""
         with self._lock:
             if self.finished or self.error is not None:
                 return set()
-            owing = {w for w, ids in self._unanswered_to.items() if set(ids) - self._answers.keys()}
+            owing = {send.to for id, send in self._sends.items() if id not in self._answers}
             return owing | self._children | self._unsure
 
     def _missing(self) -> str:
@@ -572,13 +649,13 @@ class Pass:
 
     def fail(self, error: BaseException) -> None:
         """Give the pass up, here and everywhere, unless it has ended."""
-        with self._changed:
+        with self._lock:
             if self.error is not None or self._committed:
                 return
             self.error = error
             self._staged = []
             self._undo_if_failed()
-            self._changed.notify_all()
+            self._notify()
         self._give_up_asking()
         self._engine.fail(self, error)
 
@@ -609,14 +686,21 @@ class Pass:
             self._before = []
         return staged
 
+    def is_over(self) -> None:
+        """Its outcome is known."""
+        with self._lock:
+            self._over = True
+            self._notify()
+
+    def wait_until_over(self) -> None:
+        with self._lock:
+            self._wait(lambda: self._over)
+
 
 def _make_gates(gates: list[Send], region: Region) -> list[Tensor]:
     """Let torch run the gates after everything else, the newest first. Ordinary nodes count from 0
     too, so those that would come after a gate are lifted."""
-    for node in nodes_of(region):
-        number = node._sequence_nr()
-        if number < len(gates):
-            node._set_sequence_nr(number + len(gates))
+    lift_nodes(region, len(gates))
     tokens = [make_gate(send) for send in sorted(gates, key=lambda send: send.id)]
     for number, token in enumerate(tokens):
         token.grad_fn._set_sequence_nr(number)  # type: ignore[union-attr]

@@ -38,7 +38,7 @@ class Recorder(Interceptor):
             return None
         id, message, sender, successes, released = tag
         for gone in released:
-            self._engine.release(gone)
+            self._engine.release(gone, sender)
         context = self._contexts.get_or_create(id)
         if successes:
             self._engine.hear_of_success(context, successes)

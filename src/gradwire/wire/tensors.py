@@ -40,24 +40,23 @@ Dense = tuple[int, tuple[int, ...], "tuple[int, ...] | None", int]
 _COMPRESSED = {torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc}
 
 
-def is_plain(tensor: Tensor) -> bool:
-    """Whether the tensor travels as a `Dense` description and one buffer."""
-    return tensor.layout is torch.strided and tensor.is_cpu and tensor.dtype in _CODES
-
-
-def describe(tensor: Tensor) -> tuple[Dense, Tensor]:
-    """Describe a plain tensor; the second result holds exactly the elements to send."""
+def describe(tensor: Tensor) -> tuple[Dense, Tensor] | None:
+    """Describe a dense tensor in main memory, None for others; the second result holds exactly the
+    elements to send."""
+    code = _CODES.get(tensor.dtype)
+    if code is None or tensor.layout is not torch.strided or not tensor.is_cpu:
+        return None
     flags = REQUIRES_GRAD if tensor.requires_grad else 0
-    if isinstance(tensor, torch.nn.Parameter):
+    if type(tensor) is torch.nn.Parameter:
         flags |= PARAMETER
     if tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg():
-        return (_CODES[tensor.dtype], tuple(tensor.shape), None, flags), tensor
+        return (code, tuple(tensor.shape), None, flags), tensor
     tensor = tensor.detach().resolve_conj().resolve_neg()
     shape, strides = tuple(tensor.shape), tensor.stride()
     span = 1 + sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True))
     if 0 < span <= tensor.numel():
-        return (_CODES[tensor.dtype], shape, strides, flags), tensor.as_strided((span,), (1,))
-    return (_CODES[tensor.dtype], shape, None, flags), tensor
+        return (code, shape, strides, flags), tensor.as_strided((span,), (1,))
+    return (code, shape, None, flags), tensor
 
 
 def rebuild(memory: bytearray | Tensor, dense: Dense) -> Tensor:
@@ -66,29 +65,27 @@ def rebuild(memory: bytearray | Tensor, dense: Dense) -> Tensor:
     dtype = _DTYPES[code]
     if dtype is None:
         raise ValueError(f"this torch has no dtype {_DTYPE_NAMES[code]}")
-    if isinstance(memory, Tensor):
-        flat = memory.view(dtype) if len(memory) else torch.empty(0, dtype=dtype, device="cpu")
-    elif memory:
-        flat = torch.frombuffer(memory, dtype=dtype)
+    # Whatever it is made from, it must be no view: autograd restricts what may be done with those.
+    if not len(memory):
+        tensor = torch.empty(shape, dtype=dtype, device="cpu")
+    elif type(memory) is bytearray and strides is None:
+        tensor = torch.frombuffer(memory, dtype=dtype)
+        if len(shape) != 1:
+            tensor.resize_(shape)
     else:
-        flat = torch.empty(0, dtype=dtype, device="cpu")
-    # Detached: a tensor of its own, not a view of `flat`; autograd restricts what views may do.
-    view = flat.view(shape) if strides is None else flat.as_strided(shape, strides)
-    tensor = view.detach()
+        flat = memory if isinstance(memory, Tensor) else torch.frombuffer(memory, dtype=dtype)
+        flat = flat.view(dtype)
+        view = flat.view(shape) if strides is None else flat.as_strided(shape, strides)
+        tensor = view.detach()
     if flags & PARAMETER:
         return torch.nn.Parameter(tensor, requires_grad=bool(flags & REQUIRES_GRAD))
     return tensor.requires_grad_() if flags else tensor
 
 
-def byte_size(tensor: Tensor) -> int:
-    """How many bytes the elements of a tensor take, sent one after the other."""
-    return tensor.numel() * tensor.element_size()
-
-
 def small_bytes(flat: Tensor) -> bytearray:
     """A copy of the elements as bytes. For small tensors: it holds the interpreter meanwhile."""
     flat = flat.contiguous()
-    return bytearray(ctypes.string_at(flat.data_ptr(), byte_size(flat)))
+    return bytearray(ctypes.string_at(flat.data_ptr(), flat.nbytes))
 
 
 def take_apart(tensor: Tensor) -> tuple[Any, ...] | None:

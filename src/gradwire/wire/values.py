@@ -113,15 +113,19 @@ class _Encoder(pickle.Pickler):
     def _reduce_tensor(self, tensor: Tensor) -> Any:
         kind = type(tensor)
         if kind is Tensor or kind is torch.nn.Parameter:
-            if wire_tensors.is_plain(tensor):
-                if tensor.requires_grad:
+            described = wire_tensors.describe(tensor)
+            if described is not None:
+                dense, flat = described
+                if dense[3] & wire_tensors.REQUIRES_GRAD:
                     self.differentiable.append(tensor)
-                dense, flat = wire_tensors.describe(tensor)
-                attributes = (tensor.__dict__,) if kind is not Tensor and tensor.__dict__ else ()
-                if wire_tensors.byte_size(flat) <= INLINE_BYTES:
-                    return _dense, (wire_tensors.small_bytes(flat), dense, *attributes)
-                self.buffers.append(flat.detach())
-                return _dense, (_MARK, dense, *attributes)
+                memory: Any = _MARK
+                if flat.nbytes <= INLINE_BYTES:
+                    memory = wire_tensors.small_bytes(flat)
+                else:
+                    self.buffers.append(flat.detach())
+                if kind is not Tensor and tensor.__dict__:
+                    return _dense, (memory, dense, tensor.__dict__)
+                return _dense, (memory, dense)
             # Of other parameters torch sends the data, which comes by here again.
             parts = wire_tensors.take_apart(tensor) if kind is Tensor else None
             if parts is not None:
