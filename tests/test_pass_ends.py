@@ -162,7 +162,8 @@ def test_the_root_cause_comes_through_a_chain_of_workers(
         place = f"on worker 'worker2', of {function.__name__} ({__file__}:{line})"
         assert caught.value.__notes__ == [f"in the backward pass {place}"]
         printed = "".join(traceback.format_exception(caught.value))
-        assert printed.count(place) == 2, "in what is raised here, and in the remote traceback"
+        # In the remote traceback, and where Python prints notes, in what is raised here.
+        assert printed.count(place) == (2 if sys.version_info >= (3, 11) else 1)
         assert "in refuse" in printed
         assert everywhere(trio, context_id) == {}
         ACTIONS.clear()
