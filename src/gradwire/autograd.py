@@ -44,9 +44,14 @@ class context:
         self._worker = current.worker()
         self._id = self._worker.contexts.new(self._into_grad).id
         self._token = current_id.set(self._id)
+        self._recording = self._worker.versions.recording()
+        if self._recording is not None:
+            self._recording.__enter__()
         return self._id
 
     def __exit__(self, *_error: object) -> None:
+        if self._recording is not None:
+            self._recording.__exit__(None, None, None)
         current_id.reset(self._token)
         self._worker.engine.release(self._id)
 

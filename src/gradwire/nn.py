@@ -292,7 +292,7 @@ def _tell(module_rref: RRef[nn.Module], method: str, value: bool) -> None:
 
 
 def _state_of(module_rref: RRef[nn.Module]) -> tuple[dict[str, Any], dict[str, Any]]:
-    with current.worker().parameters_lock:
+    with current.worker().versions.lock:
         state = module_rref.local_value().state_dict()
         return copied(dict(state)), dict(getattr(state, "_metadata", {}))
 
@@ -307,6 +307,6 @@ def _load(
     ordered: Any = OrderedDict(state)
     if metadata is not None:
         ordered._metadata = metadata
-    with changing(list(module.parameters())):
+    with changing([*module.parameters(), *module.buffers()]):
         result = module.load_state_dict(ordered, strict=False, assign=assign)
     return list(result.missing_keys), list(result.unexpected_keys)

@@ -30,6 +30,7 @@ from gradwire.gradients.engine import Engine
 from gradwire.gradients.graph import make_roots
 from gradwire.gradients.passes import How
 from gradwire.gradients.recorder import Recorder
+from gradwire.gradients.versions import Versions
 from gradwire.ids import WorkerInfo
 from gradwire.refs.protocol import Refs
 from gradwire.refs.rref import RRef
@@ -109,10 +110,9 @@ class Worker:
         self.calls = Calls(self.agent)
         self.refs = Refs(self.agent, self.calls)
         self.contexts = Contexts(self.info.id)
-        self.engine = Engine(self.agent, self.contexts)
+        self.versions = Versions()
+        self.engine = Engine(self.agent, self.contexts, self.versions)
         self.refs.differentiate = self._differentiate
-        #: Held while parameters of this worker are changed, or copied to be saved.
-        self.parameters_lock = threading.Lock()
         self.agent.interceptors.append(Recorder(self.contexts, self.engine))
         self._farewell = Farewell(self.agent)
         try:

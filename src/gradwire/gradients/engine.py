@@ -20,6 +20,7 @@ from gradwire.errors import GradwireError, WorkerLost
 from gradwire.gradients.context import Context, Contexts, Reason
 from gradwire.gradients.graph import Root
 from gradwire.gradients.passes import NO_CHILD, How, News, Pass
+from gradwire.gradients.versions import Versions
 from gradwire.ids import IdSource, WorkerInfo, creator
 from gradwire.wire.messages import Kind, Tags
 from gradwire.wire.values import Encoded
@@ -39,8 +40,9 @@ _UNDOING_SECONDS = 5.0
 class Engine:
     """Starts passes, takes part in those of others, and ends them."""
 
-    def __init__(self, agent: Agent, contexts: Contexts):
+    def __init__(self, agent: Agent, contexts: Contexts, versions: Versions):
         self.agent = agent
+        self.versions = versions
         self._contexts = contexts
         self._ids = IdSource(agent.info.id)
         self._lock = threading.Lock()

@@ -26,6 +26,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -318,7 +319,10 @@ class Pass:
                 self._running += 1
             failure: BaseException | None = None
             try:
-                self._run(region)
+                # What the run saves, if it is to be differentiated too, is there to stay.
+                recording = self._engine.versions.recording() if self.how.create_graph else None
+                with recording or nullcontext():
+                    self._run(region)
             except BaseException as error:
                 failure = self._explain(error, region)
             with self._lock:

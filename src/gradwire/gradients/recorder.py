@@ -7,6 +7,7 @@ the arguments do not; and the id of a send when some of its tensors require grad
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 from torch import Tensor
@@ -44,9 +45,10 @@ class Recorder(Interceptor):
             self._engine.hear_of_success(context, successes)
         return context.receive(message, sender)
 
-    def serving(self, request: Request) -> None:
+    def serving(self, request: Request) -> AbstractContextManager[object] | None:
         tag = request.tags and request.tags.get(TAG)
         current_id.set(tag[0] if tag else None)
+        return self._engine.versions.recording()
 
     def answering(self, request: Request, tensors: Sequence[Tensor], tags: Tags) -> None:
         tag = request.tags and request.tags.get(TAG)

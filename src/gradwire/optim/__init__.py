@@ -29,11 +29,12 @@ from torch import Tensor
 from gradwire import autograd, rpc
 from gradwire.agent.futures import Future
 from gradwire.errors import RemoteTraceback
+from gradwire.gradients.versions import untracked
 from gradwire.ids import WorkerInfo
-from gradwire.optim.owner import Group, make, making_optimizers, settings_of
+from gradwire.optim.owner import Group, changing, make, making_optimizers, settings_of
 from gradwire.refs.rref import RRef
 
-__all__ = ["DistributedOptimizer"]
+__all__ = ["DistributedOptimizer", "changing", "untracked"]
 
 
 class DistributedOptimizer(torch.optim.Optimizer):

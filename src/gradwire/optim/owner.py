@@ -41,8 +41,13 @@ def make(
         params = groups[0]["params"]  # as it was given; not every class knows groups
     with making_optimizers:
         optimizer = optimizer_class(params, *args, **kwargs)
+    current.worker().versions.track(parameters_of(optimizer))
     settings = [settings_of(group) for group in optimizer.param_groups]
     return RRef(LocalOptimizer(optimizer)), optimizer.defaults, settings
+
+
+def parameters_of(optimizer: torch.optim.Optimizer) -> list[Tensor]:
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
 class LocalOptimizer:
@@ -53,8 +58,7 @@ class LocalOptimizer:
 
     def step(self, context_id: int, changes: list[Group]) -> None:
         gradients = autograd.get_gradients(context_id)  # before the lock: it may ask other workers
-        groups = self._optimizer.param_groups
-        parameters = [parameter for group in groups for parameter in group["params"]]
+        groups, parameters = self._optimizer.param_groups, parameters_of(self._optimizer)
         with changing([parameter for parameter in parameters if parameter in gradients]):
             for group, changed in zip(groups, changes, strict=True):
                 group.update(changed)
@@ -68,24 +72,28 @@ class LocalOptimizer:
                     parameter.grad = gradient
 
     def state_dict(self) -> dict[str, Any]:
-        with current.worker().parameters_lock:
+        with current.worker().versions.lock:
             state: dict[str, Any] = copied(self._optimizer.state_dict())
             return state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        with current.worker().parameters_lock:
+        with current.worker().versions.lock:
             self._optimizer.load_state_dict(state_dict)
 
 
 @contextmanager
 def changing(parameters: Sequence[Tensor]) -> Iterator[None]:
-    """Around every change of parameters of this worker: changes take turns.
+    """Around every change of parameters of this worker that is not a step of a
+    `DistributedOptimizer`: changes take turns, and the backward passes of contexts whose forward
+    has seen the parameters before still see them as they were.
 
-    >>> with changing([weight]), torch.no_grad():      # doctest: +SKIP
-    ...     weight.mul_(0.5)
+    Name everything that is changed inside: torch does not notice changes there. Make no calls to
+    other workers: forward passes that need the parameters wait.
+
+        >>> with changing([weight]), torch.no_grad():      # doctest: +SKIP
+        ...     weight.mul_(0.5)
     """
-    with current.worker().parameters_lock:
-        _about_to_change(parameters)
+    with current.worker().versions.changing(parameters):
         yield
 
 
@@ -97,7 +105,3 @@ def copied(tree: Any) -> Any:
         {'weight': [tensor([1., 1.])]}
     """
     return tree_map_only(Tensor, lambda tensor: tensor.detach().to("cpu", copy=True), tree)
-
-
-def _about_to_change(parameters: Sequence[Tensor]) -> None:
-    """Called on their owner just before parameters are changed in place."""
