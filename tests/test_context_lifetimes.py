@@ -20,7 +20,7 @@ from torch import Tensor
 from gradwire import autograd, current, rpc
 from gradwire.errors import GradwireError, WorkerLost
 from gradwire.gradients.engine import TAG
-from gradwire.gradients.passes import NO_CHILD, How
+from gradwire.gradients.ledger import NO_CHILD, How
 from gradwire.testing import cluster, soak
 from gradwire.wire.messages import Kind
 from gradwire.worker import Worker

@@ -19,7 +19,8 @@ from gradwire.agent.service import Request
 from gradwire.errors import GradwireError, WorkerLost
 from gradwire.gradients.context import Context, Contexts, Reason
 from gradwire.gradients.graph import Root
-from gradwire.gradients.passes import NO_CHILD, How, News, Pass
+from gradwire.gradients.ledger import NO_CHILD, How, News
+from gradwire.gradients.passes import Pass
 from gradwire.gradients.versions import Versions
 from gradwire.ids import IdSource, WorkerInfo, creator
 from gradwire.wire.messages import Kind, Tags
