@@ -7,11 +7,13 @@ import os
 import signal
 import threading
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 from gradwire import autograd, current, rpc
 from gradwire.errors import CallError, GradwireError
@@ -108,6 +110,81 @@ def test_hooks_run_once_on_the_full_gradient(trio: list[Worker]) -> None:
         autograd.backward(context_id, [(a + b + middle).sum()])
         assert torch.equal(autograd.get_gradients(context_id)[x], torch.full((2,), 16.0))
     assert [hook.tolist() for hook in seen] == [[8.0, 8.0]]
+
+
+def ask_on_the_way(x: Tensor) -> Tensor:
+    """Its hook makes a call, in the middle of a pass."""
+    y = x * 1
+    y.register_hook(lambda gradient: rpc.rpc_sync("worker2", torch.mul, args=(gradient, 10)))
+    return y * 2
+
+
+def test_hooks_may_make_calls(trio: list[Worker]) -> None:
+    x = torch.ones(2, requires_grad=True)
+    with autograd.context() as context_id:
+        loss = rpc.rpc_sync("worker1", ask_on_the_way, args=(x,)).sum()
+        autograd.backward(context_id, [loss])
+        assert autograd.get_gradients(context_id)[x].tolist() == [20.0, 20.0]
+
+
+def checkpointed(x: Tensor, use_reentrant: bool) -> Tensor:
+    y: Tensor = checkpoint(square, x, use_reentrant=use_reentrant)
+    return y
+
+
+def square_there(x: Tensor) -> Tensor:
+    return rpc.rpc_sync("worker1", square, args=(x,)) * x
+
+
+def test_checkpoints_work_there_and_around_calls(trio: list[Worker]) -> None:
+    x = torch.tensor([1.0, 2.0], requires_grad=True)
+    with autograd.context() as context_id:
+        y = rpc.rpc_sync("worker1", checkpointed, args=(x, False))
+        z = checkpoint(square_there, x, use_reentrant=False)
+        autograd.backward(context_id, [(y + z).sum()])
+        assert torch.equal(autograd.get_gradients(context_id)[x], 2 * x + 3 * x * x)
+
+
+def test_reentrant_checkpoints_are_refused_by_torch(trio: list[Worker]) -> None:
+    x = torch.ones(2, requires_grad=True)
+    with autograd.context() as context_id:
+        loss = rpc.rpc_sync("worker1", checkpointed, args=(x, True)).sum()
+        with pytest.raises(RuntimeError, match="use_reentrant=True"):
+            autograd.backward(context_id, [loss])
+
+
+def test_hooks_after_accumulation_run_where_gradients_go_into_grad(trio: list[Worker]) -> None:
+    x = torch.ones(2, requires_grad=True)
+    seen: list[Any] = []
+    x.register_post_accumulate_grad_hook(lambda leaf: seen.append(leaf.grad.tolist()))
+    with autograd.context(into_grad=True) as context_id:
+        autograd.backward(context_id, [rpc.rpc_sync("worker1", square, args=(x,)).sum()])
+        assert autograd.get_gradients(context_id) == {}
+    assert seen == [[2.0, 2.0]]
+
+
+def test_ddp_averages_gradients_that_come_through_calls(tmp_path: Path) -> None:
+    """Two trainers with a replica each; a layer before it and one behind it are elsewhere."""
+
+    def body(rank: int) -> list[float] | None:
+        if rank == 2:
+            return None
+        store = torch.distributed.FileStore(str(tmp_path / "store"), 2)
+        torch.distributed.init_process_group("gloo", store=store, rank=rank, world_size=2)
+        model = torch.nn.Linear(2, 2, bias=False)
+        torch.nn.init.ones_(model.weight)
+        replica = torch.nn.parallel.DistributedDataParallel(model)
+        with autograd.context(into_grad=True) as context_id:
+            features = rpc.rpc_sync("worker2", square, args=(torch.full((1, 2), 1.0 + rank),))
+            loss = rpc.rpc_sync("worker2", square, args=(replica(features),)).sum()
+            autograd.backward(context_id, [loss])
+        gradient = model.weight.grad
+        assert gradient is not None
+        torch.distributed.destroy_process_group()
+        return gradient[0].tolist()
+
+    # 2 * (w x) * x for x = 1 and x = 4, averaged
+    assert run_group(3, body)[:2] == [[34.0, 34.0]] * 2
 
 
 def test_contexts_nest_and_follow_callbacks(trio: list[Worker]) -> None:

@@ -72,8 +72,8 @@ def test_what_cannot_be_differentiated_is_refused(trio: list[Worker]) -> None:
         with pytest.raises(GradwireError, match="require 'dist_autograd_ctx_id' to be specified"):
             rpc.remote("worker1", total, (torch.ones(2),)).backward()
         with pytest.raises(ValueError, match="does not have a valid gradient function"):
-            rpc.RRef(torch.ones(())).backward(context_id)
-        with pytest.raises(RuntimeError, match="scalar"):
+            rpc.RRef(torch.ones((), requires_grad=True)).backward(context_id)
+        with pytest.raises(ValueError, match="scalar"):
             rpc.RRef(torch.ones(2, requires_grad=True) * 2).backward(context_id)
     with pytest.raises(GradwireError, match="Could not find autograd context with id: 100"):
         rpc.RRef(torch.ones(2, requires_grad=True).sum()).backward(100)

@@ -7,9 +7,8 @@ the new parameters through a future, and no thread of the server is held up mean
 import os
 import threading
 
-import torch.distributed.rpc as rpc
-
 import torch
+import torch.distributed.rpc as rpc
 from torch import Tensor, nn
 
 TRAINERS = 2

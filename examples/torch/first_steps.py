@@ -6,12 +6,11 @@ gradwire run --torch -n 2 examples/torch/first_steps.py     the same program on 
 
 import os
 
+import torch
 import torch.distributed.autograd as dist_autograd
 import torch.distributed.rpc as rpc
-from torch.distributed.optim import DistributedOptimizer
-
-import torch
 from torch import optim
+from torch.distributed.optim import DistributedOptimizer
 
 
 def make_weight(seed: int) -> torch.Tensor:

@@ -5,12 +5,11 @@ gradwire run [--torch] -n 4 examples/torch/parameter_server.py
 
 import os
 
+import torch
 import torch.distributed.autograd as dist_autograd
 import torch.distributed.rpc as rpc
-from torch.distributed.optim import DistributedOptimizer
-
-import torch
 from torch import Tensor, nn, optim
+from torch.distributed.optim import DistributedOptimizer
 
 TRAINERS = 3
 

@@ -6,9 +6,8 @@ to do, step by step, and report what came of it.
 
 import os
 
-import torch.distributed.rpc as rpc
-
 import torch
+import torch.distributed.rpc as rpc
 from torch import Tensor, nn
 
 OBSERVERS, STEPS = 2, 12

@@ -5,13 +5,12 @@ gradwire run [--torch] -n 2 examples/torch/remote_embedding.py
 
 import os
 
+import torch
 import torch.distributed.autograd as dist_autograd
 import torch.distributed.rpc as rpc
+from torch import Tensor, nn, optim
 from torch.distributed.nn import RemoteModule
 from torch.distributed.optim import DistributedOptimizer
-
-import torch
-from torch import Tensor, nn, optim
 
 WORDS, SIZE = 20, 8
 

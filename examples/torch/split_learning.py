@@ -6,12 +6,11 @@ server has the rest and sees neither images nor labels.
 
 import os
 
+import torch
 import torch.distributed.autograd as dist_autograd
 import torch.distributed.rpc as rpc
-from torch.distributed.optim import DistributedOptimizer
-
-import torch
 from torch import Tensor, nn, optim
+from torch.distributed.optim import DistributedOptimizer
 
 CLINICS = 2
 

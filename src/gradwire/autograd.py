@@ -17,7 +17,7 @@ from gradwire import current
 from gradwire.config import UNSET_TIMEOUT
 from gradwire.gradients.context import add_up, current_id
 from gradwire.gradients.graph import make_roots
-from gradwire.gradients.passes import How
+from gradwire.gradients.ledger import How
 
 __all__ = ["backward", "context", "get_gradients", "grad"]
 

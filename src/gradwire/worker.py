@@ -27,7 +27,7 @@ from gradwire.errors import SetupError
 from gradwire.gradients.context import Contexts
 from gradwire.gradients.engine import Engine
 from gradwire.gradients.graph import make_roots
-from gradwire.gradients.passes import How
+from gradwire.gradients.ledger import How
 from gradwire.gradients.recorder import Recorder
 from gradwire.gradients.versions import Versions
 from gradwire.ids import WorkerInfo

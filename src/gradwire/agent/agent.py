@@ -68,6 +68,8 @@ class Agent:
         self.interceptors: list[Interceptor] = []
         #: Called when another worker is gone, with a farewell or without.
         self.on_gone: list[Callable[[WorkerInfo], None]] = []
+        #: Each tells whose answers somebody here waits for, in whatever way.
+        self.awaited: list[Callable[[], set[int]]] = []
         self._transports = transports
         #: Requests are served in copies of this context.
         self._context = context
@@ -192,13 +194,18 @@ class Agent:
         encoded: Encoded,
         timeout: float,
         tags: Tags | None = None,
-    ) -> Any:
-        """Send an encoded message of the rooms above and wait for its answer."""
+    ) -> OpenCall:
+        """Send an encoded message of the rooms above, to wait for its answer in `hear`."""
         call = OpenCall(kind, subject, timeout)
         peer = self.peers.find(to)
         link = peer.link or self.peers.connect(peer, call.name, timeout)
         link.send(call, encoded, tags)
-        link.wait(call)
+        return call
+
+    def hear(self, call: OpenCall) -> Any:
+        """Wait for the answer to what was asked."""
+        assert call.link is not None
+        call.link.wait(call)
         return self._open_reply(call)[0]
 
     def insist(self, to: WorkerInfo, kind: Kind, value: Any) -> Future[Any]:
@@ -256,8 +263,14 @@ class Agent:
         """A value that has arrived, and what must be waited for before it is used."""
         arrival = None
         if tags:
-            for interceptor in self.interceptors:
-                arrival = interceptor.arriving(tags) or arrival
+            try:
+                for interceptor in self.interceptors:
+                    arrival = interceptor.arriving(tags) or arrival
+            except Exception:
+                self.codec.decode(
+                    payload, buffers
+                )  # references in it must be dropped in good order
+                raise
         value, decoding = self.codec.decode(payload, buffers, arrival)
         return value, decoding.unsettled
 
@@ -399,9 +412,10 @@ class Agent:
     def _housekeeping(self, now: float) -> float:
         """Called by the clock when something may be due."""
         due = now + self.options.heartbeat_interval
+        awaited = {worker for workers in self.awaited for worker in workers()}
         for link in self.peers.links():
             due = min(due, link.expire(now))
-            if not link.open_calls and not link.watched:
+            if not link.open_calls and not link.watched and link.to.id not in awaited:
                 continue
             silence = now - link.last_sign
             # Counted from the question: this process may have been the one that was asleep.

@@ -8,6 +8,7 @@ not survive that; it is made bare and given its state. What cannot be rebuilt at
 from __future__ import annotations
 
 import pickle
+import sys
 import traceback
 from collections.abc import Sequence
 from typing import Any
@@ -18,15 +19,29 @@ from gradwire.errors import CallError, RemoteError, RemoteTraceback
 from gradwire.wire.values import Codec, Encoded
 
 
+def add_note(error: BaseException, note: str) -> None:
+    """As `BaseException.add_note` does, which came with Python 3.11."""
+    error.__dict__["__notes__"] = [*getattr(error, "__notes__", ()), note]
+
+
+def _formatted(error: BaseException) -> str:
+    """The traceback with the notes, which Python 3.10 does not know."""
+    lines = traceback.format_exception(type(error), error, error.__traceback__)
+    if sys.version_info < (3, 11):
+        lines += [f"{note}\n" for note in getattr(error, "__notes__", ())]
+    return "".join(lines)
+
+
 def encode_exception(codec: Codec, error: BaseException, where: str) -> Encoded:
     """An exception ready to be sent; `where` names the call and the worker it comes from."""
-    trace = "".join(traceback.format_exception(type(error), error, error.__traceback__))
+    trace = _formatted(error)
     name = f"{type(error).__module__}.{type(error).__qualname__}"
     summary = (name, _text(error), f"{where}\n\n{trace}")
     for whole in (True, False):
         try:
             args = _arguments(error)
-            state = dict(error.__dict__) if whole else {}
+            notes = {"__notes__": error.__notes__} if hasattr(error, "__notes__") else {}
+            state = dict(error.__dict__) if whole else notes
             inner = codec.encode((type(error), args if whole else _sendable(args), state))
         except Exception:
             continue
@@ -40,7 +55,7 @@ def encode_exception(codec: Codec, error: BaseException, where: str) -> Encoded:
 def detach(error: BaseException, where: str) -> BaseException:
     """The exception with its traceback as text, so that it can be kept: a traceback holds on to
     the frames of everything that was being done, and to all their variables."""
-    trace = "".join(traceback.format_exception(type(error), error, error.__traceback__))
+    trace = _formatted(error)
     error.__traceback__ = error.__context__ = None
     error.__cause__ = RemoteTraceback(f"{where}\n\n{trace}")
     return error

@@ -381,6 +381,8 @@ class Link:
             call.finish()
 
     def _arm(self) -> None:
+        if self.end_reason is not None:
+            return  # one that has ended is readable for ever
         self._armed = True
         self._event_spent = False
         self.connection.arm()
@@ -411,6 +413,20 @@ class Link:
             self._late.add(call.id)
             if not self._caller_reads:
                 self._arm()
+
+    def give_up(self, call: OpenCall) -> None:
+        """Let the thread that waits for a call go on without its answer."""
+        given_up = self._fail(
+            call,
+            lambda: CallError(
+                f"{call.name} on worker {self.to.name!r} was given up; it may still be running",
+                worker=self.to.name,
+                call=call.name,
+            ),
+        )
+        if given_up:
+            self._late.add(call.id)
+            self.ask_for_sign()  # the answer wakes the thread, should it be reading
 
     def end(self, reason: str, *, leaving: bool = False) -> None:
         """Close the connection and fail what waits for it. When this worker is `leaving`, its

@@ -136,6 +136,8 @@ class Service:
             if not executor.leads():
                 return
         executor.leave_behind(None)
+        if self._closed:
+            return  # one that has ended is readable for ever
         self._flush()
         self.agent.poller.expect_more()
         self._connection.arm()

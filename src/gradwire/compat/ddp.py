@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+
 from gradwire.gradients.context import current_id
 from gradwire.ids import INTO_GRAD
 

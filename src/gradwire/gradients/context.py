@@ -15,15 +15,17 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from gradwire.errors import GradwireError
+from gradwire.errors import GradwireError, WorkerLost
 from gradwire.gradients.functions import Recv, Send
-from gradwire.ids import COUNTER_MASK, INTO_GRAD, IdSource, creator
+from gradwire.ids import COUNTER_MASK, INTO_GRAD, IdSource
 
 if TYPE_CHECKING:
     from gradwire.gradients.passes import Pass
 
 _REMEMBERED_RELEASES = 100_000
 
+#: Why a pass has failed: an exception, encoded.
+Reason = tuple["bytes | memoryview", Sequence[Tensor]]
 GradientSums = dict[int, tuple[Tensor, Tensor]]
 
 #: The id of the context the current code runs in.
@@ -57,8 +59,12 @@ class Context:
         self.known: set[int] = set()
         self._gradients: GradientSums = {}
         self.passes: dict[int, Pass] = {}
-        #: Passes that are over, and whether they have succeeded.
-        self._ended: dict[int, bool] = {}
+        #: Passes that are over: why they have failed, or None.
+        self._ended: dict[int, Reason | None] = {}
+        #: Passes that may still change `.grad` here, or undo what they have changed.
+        self.writers: set[Pass] = set()
+        #: The name of a worker that took part, and is gone with what it had recorded.
+        self.lost: str | None = None
         self.released = False
 
     @property
@@ -99,17 +105,27 @@ class Context:
         with self.lock:
             return dict(self._gradients.values())
 
-    def check_pass(self, id: int) -> None:
-        """A late message of a pass that has ended must not start it anew."""
+    def check_pass(self, id: int) -> Reason | None:
+        """Whether a pass may begin, or go on, here. A late message of one that has ended must not
+        start it anew: if it has failed, this is why."""
         self._check()
-        if id in self._ended:
+        if self.lost is not None:
+            raise WorkerLost(
+                f"worker {self.lost!r} took part in autograd context {self.id} and was lost, with "
+                "its part of the graph. Begin again in a new context",
+                worker=self.lost,
+                call="backward",
+            )
+        reason = self._ended.get(id)
+        if reason is None and id in self._ended:
             raise GradwireError("this backward pass has ended already")
+        return reason
 
-    def note_outcome(self, id: int, succeeded: bool) -> None:
+    def note_outcome(self, id: int, reason: Reason | None) -> None:
         """Remember how a pass has ended, to pass it on, and so that a late message does not start
         it anew; also one that this worker had no part in."""
         with self.lock:
-            self._ended.setdefault(id, succeeded)
+            self._ended.setdefault(id, reason)
 
     def has_succeeded(self, id: int) -> bool:
         """Whether a pass has succeeded; waits for the end of one that is just ending."""
@@ -117,11 +133,15 @@ class Context:
             ending = self.passes.get(id)
         if ending is not None:
             ending.wait_until_over()
-        return self._ended.get(id, False)
+        return id in self._ended and self._ended[id] is None
 
     def successes(self) -> tuple[int, ...]:
         """The passes known to have succeeded."""
-        return tuple(id for id, succeeded in self._ended.items() if succeeded)
+        return tuple(id for id, reason in self._ended.items() if reason is None)
+
+    def failures(self) -> tuple[int, ...]:
+        """The passes known to have failed."""
+        return tuple(id for id, reason in self._ended.items() if reason is not None)
 
     def _check(self) -> None:
         if self.released:
@@ -135,7 +155,8 @@ class Context:
             unfinished = [found for found in self.passes.values() if not found.finished]
             self.passes = {found.id: found for found in unfinished}
             self.sends, self.recvs, self._gradients = {}, {}, {}
-            known = self.known
+            self.writers.clear()
+            known = set(self.known)
         for running in unfinished:
             running.fail(GradwireError(f"autograd context {self.id} was released"))
         return known
@@ -191,6 +212,13 @@ class Contexts:
             )
         return context
 
+    def find(self, id: int) -> Context | None:
+        """The context, or None if nothing of it has ever got here."""
+        with self._lock:
+            if id in self._released:
+                raise GradwireError(f"autograd context {id} was released already")
+            return self._contexts.get(id)
+
     def get_or_create(self, id: int) -> Context:
         context = self._contexts.get(id)
         if context is not None:
@@ -208,9 +236,6 @@ class Contexts:
                 self._released.popitem(last=False)
             context = self._contexts.pop(id, None)
         return set() if context is None else context.release()
-
-    def created_by(self, worker_id: int) -> list[int]:
-        return [id for id in list(self._contexts) if creator(id) == worker_id]
 
     def all(self) -> list[Context]:
         return list(self._contexts.values())

@@ -17,9 +17,10 @@ from gradwire.agent.exceptions import decode_exception, encode_exception
 from gradwire.agent.futures import Future
 from gradwire.agent.service import Request
 from gradwire.errors import GradwireError, WorkerLost
-from gradwire.gradients.context import Context, Contexts
+from gradwire.gradients.context import Context, Contexts, Reason
 from gradwire.gradients.graph import Root
-from gradwire.gradients.passes import NO_CHILD, How, News, Pass
+from gradwire.gradients.ledger import NO_CHILD, How, News
+from gradwire.gradients.passes import Pass
 from gradwire.gradients.versions import Versions
 from gradwire.ids import IdSource, WorkerInfo, creator
 from gradwire.wire.messages import Kind, Tags
@@ -33,6 +34,8 @@ Tag = tuple[int, int, int, "tuple[int, ...]", "list[int]"]
 
 #: How long released contexts are collected before other workers are told in a message.
 _CLEANUP_SECONDS = 0.2
+#: How long `backward` waits, after a failure, for functions that still run and may change `.grad`.
+_UNDOING_SECONDS = 5.0
 
 
 class Engine:
@@ -51,7 +54,9 @@ class Engine:
         agent.handle(Kind.BACKWARD_AUTOGRAD_REQ, self._serve, runs_user_code=True)
         agent.handle(Kind.BACKWARD_AUTOGRAD_OUTCOME, self._serve_outcome)
         agent.handle(Kind.CLEANUP_AUTOGRAD_CONTEXT_REQ, self._serve_cleanup)
+        agent.handle(Kind.JOIN_AUTOGRAD_CONTEXT_REQ, self._serve_join)
         agent.on_gone.append(self._clear_up_after)
+        agent.awaited.append(self._awaited)
 
     def run(
         self, context: Context, roots: Sequence[Root], how: How, inputs: Sequence[Tensor] = ()
@@ -59,26 +64,29 @@ class Engine:
         """Run a pass from here. It returns when the gradients are where they belong; those of
         `inputs`, if the pass is for them, are the result."""
         started = Pass(self, context, self._ids.next(), how, None)
-        with context.lock:
-            context.passes[started.id] = started
         try:
+            with context.lock:
+                context.check_pass(started.id)
+                context.passes[started.id] = started
             started.begin(roots, inputs)
+            started.drive()
+            started.wait()
+            return self.succeed(started)
         except BaseException as error:
             started.fail(error)
+            if context.into_grad:
+                started.wait_until_undone(time.monotonic() + _UNDOING_SECONDS)
             raise
-        started.drive()
-        started.wait()
-        return self.end(started, succeeded=True)
 
     # -- messages of passes
 
     def ask(self, asking: Pass, worker: int, news: News) -> News:
         """Tell a worker something, and wait for what it has to tell."""
         encoded, tags, left = self._message(asking, worker, news)
-        answer: News = self.agent.ask(
+        call = self.agent.ask(
             worker, Kind.BACKWARD_AUTOGRAD_REQ, "the backward pass", encoded, left, tags
         )
-        return answer
+        return asking.hear(call)
 
     def tell(self, telling: Pass, worker: int, news: News) -> Future[News]:
         """Tell a worker something; what it has to tell comes in a future."""
@@ -96,7 +104,8 @@ class Engine:
         if about.how.seconds:
             left = max(0.001, about.deadline - time.monotonic())
         how = (*about.how[:-1], left)
-        value = (about.context.id, about.id, how, news)
+        failed = about.context.failures() if about.context.into_grad else ()
+        value = (about.context.id, about.id, how, news, failed)
         encoded = self.agent.codec.encode(value)
         return encoded, self._tags(about, worker, encoded), left
 
@@ -117,16 +126,22 @@ class Engine:
         tags[TAG] = (context.id, message, self.agent.info.id, context.successes(), released)
 
     def _serve(self, request: Request) -> None:
-        context_id, pass_id, how, news = request.decode()
+        context_id, pass_id, how, news, failed = request.decode()
         sender = request.caller.id
-        try:
-            context = self._contexts.get(context_id)
-        except GradwireError:
+        context = self._contexts.find(context_id)
+        if context is None:
             # Nothing that was sent in this context has arrived here.
             request.answer(([], [(id, None) for id in news[0]], NO_CHILD))
             return
+        for id in failed:  # what they did to `.grad` is undone before this one changes it
+            given_up = context.passes.get(id)
+            if given_up is not None:
+                given_up.fail(GradwireError("the backward pass was given up"))
         with context.lock:
-            context.check_pass(pass_id)
+            reason = context.check_pass(pass_id)
+            if reason is not None:  # the root of it, not that it has failed, is what matters
+                payload, buffers = reason
+                raise decode_exception(self.agent.codec, payload, buffers, self.agent.info.name)
             found = context.passes.get(pass_id)
             first = found is None
             if found is None:
@@ -144,31 +159,35 @@ class Engine:
 
     # -- outcomes
 
-    def end(self, ended: Pass, *, succeeded: bool) -> list[tuple[Tensor, Tensor]]:
-        """A pass is over: make its gradients visible or drop them. A failure is told to all who
-        know of the pass; of success they hear with the next call, or when they ask."""
-        context = ended.context
-        staged: list[tuple[Tensor, Tensor]] = []
+    def succeed(self, done: Pass) -> list[tuple[Tensor, Tensor]]:
+        """A pass has succeeded everywhere: make its gradients visible. Others who took part hear of
+        it with the next call, or when they ask. Raises if it has failed after all."""
+        context = done.context
         with context.lock:
-            if context.passes.pop(ended.id, None) is None:
-                return staged
-            context.note_outcome(ended.id, succeeded)
-            if succeeded:
-                staged = ended.take_staged()
-                if not ended.how.for_inputs:
-                    context.add_gradients(staged)
-        ended.is_over()
-        if not succeeded:
-            self._spread_failure(ended)
+            if context.passes.get(done.id) is not done and done.error is None:
+                raise GradwireError(f"autograd context {context.id} was released")
+            staged = done.commit()
+            del context.passes[done.id]
+            context.writers.discard(done)
+            context.note_outcome(done.id, None)
+            if not done.how.for_inputs:
+                context.add_gradients(staged)
+        done.is_over()
         return staged
 
-    def _spread_failure(self, failed: Pass) -> None:
-        assert failed.error is not None
-        name = self.agent.info.name
-        encoded = encode_exception(
-            self.agent.codec, failed.error, f'the backward pass on worker "{name}" raised:'
-        )
-        value = (failed.context.id, failed.id, (encoded.payload, encoded.buffers))
+    def fail(self, failed: Pass, error: BaseException) -> None:
+        """A pass has failed: tell all who know of it."""
+        context = failed.context
+        me = self.agent.info
+        where = f'the backward pass on worker "{me.name}" (id {me.id}) raised:'
+        encoded = encode_exception(self.agent.codec, error, where)
+        reason: Reason = (encoded.payload, encoded.buffers)
+        with context.lock:
+            if context.passes.pop(failed.id, None) is None:
+                return
+            context.note_outcome(failed.id, reason)
+        failed.is_over()
+        value = (context.id, failed.id, reason)
         for worker in (failed.involved | {creator(failed.id)}) - {self.agent.info.id}:
             try:
                 peer = self.agent.peers.find(worker)
@@ -191,7 +210,7 @@ class Engine:
         with context.lock:
             found = context.passes.get(pass_id)
             if found is None:
-                context.note_outcome(pass_id, False)
+                context.note_outcome(pass_id, reason)
         if found is not None:
             payload, buffers = reason
             found.fail(decode_exception(self.agent.codec, payload, buffers, request.caller.name))
@@ -201,9 +220,9 @@ class Engine:
         for id in passes:
             found = context.passes.get(id)
             if found is not None and found.finished:
-                self.end(found, succeeded=True)
+                self._learn(found)
             elif found is None:
-                context.note_outcome(id, True)
+                context.note_outcome(id, None)
 
     def learn_outcomes(self, context: Context) -> None:
         """Find out about the passes whose part here is done, from the workers that began them."""
@@ -215,7 +234,13 @@ class Engine:
                 continue  # it ends on another thread, right now
             value = (context.id, found.id, None)
             if self.agent.request(beginner, Kind.BACKWARD_AUTOGRAD_OUTCOME, value).wait():
-                self.end(found, succeeded=True)
+                self._learn(found)
+
+    def _learn(self, succeeded: Pass) -> None:
+        """A pass whose part here is done has succeeded."""
+        with succeeded.context.lock:
+            if succeeded.context.passes.get(succeeded.id) is succeeded:
+                self.succeed(succeeded)
 
     # -- contexts
 
@@ -256,14 +281,48 @@ class Engine:
             self.release(id, request.caller.id)
         request.answer(None)
 
+    def _serve_join(self, request: Request) -> None:
+        """A worker has part in a context, and nobody left to hear of its end from but us. The
+        answer says whether there still is such a context."""
+        context = self._contexts.find(request.decode())
+        if context is not None:
+            context.known.add(request.caller.id)
+        request.answer(context is not None)
+
+    def _join(self, context: Context) -> None:
+        """Hear of the end of a context from its creator, now that whoever told us of it is gone."""
+
+        def joined(answer: Future[bool]) -> None:
+            if answer.exception() is not None or not answer.value():
+                self.release(context.id)
+
+        try:
+            peer = self.agent.peers.find(creator(context.id))
+        except GradwireError:
+            self.release(context.id)
+        else:
+            asked = self.agent.insist(peer.info, Kind.JOIN_AUTOGRAD_CONTEXT_REQ, context.id)
+            asked.add_done_callback(joined)
+
+    def _awaited(self) -> set[int]:
+        """The workers that have something to do in a pass before it can go on here."""
+        passes = [
+            found for context in self._contexts.all() for found in list(context.passes.values())
+        ]
+        return {worker for found in passes for worker in found.awaited()}
+
     def _clear_up_after(self, info: WorkerInfo) -> None:
         """A worker is gone: so are the contexts it made, and the passes it took part in."""
         for context in self._contexts.all():
             with context.lock:
+                if info.id in context.known:
+                    context.lost = info.name
+                # What is done here may be done everywhere, and only its beginner knows.
                 passes = [
                     found
                     for found in context.passes.values()
-                    if info.id in context.known or info.id == creator(found.id)
+                    if info.id == creator(found.id)
+                    or (info.id in context.known and not found.finished)
                 ]
             for found in passes:
                 found.fail(
@@ -273,5 +332,8 @@ class Engine:
                         call="backward",
                     )
                 )
-        for id in self._contexts.created_by(info.id):
-            self.release(id)
+            made_by = creator(context.id)
+            if made_by == info.id:
+                self.release(context.id)
+            elif context.lost == info.name and made_by not in context.known | {self.agent.info.id}:
+                self._join(context)

@@ -68,7 +68,7 @@ class Send:
     def __init__(self, id: int, to: int, tensors: Sequence[Tensor], about: Any):
         self.id = id
         self.to = to
-        #: What was called or has answered; for errors.
+        #: What has answered, or in a tuple what was called; for errors.
         self.about = about
         self.ends = [tensor if tensor.grad_fn is None else _like(tensor) for tensor in tensors]
         for end in self.ends:

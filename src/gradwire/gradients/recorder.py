@@ -30,7 +30,8 @@ class Recorder(Interceptor):
     def leaving(self, to: WorkerInfo, what: Any, tensors: Sequence[Tensor], tags: Tags) -> None:
         id = current_id.get()
         if id is not None:
-            self._engine.tag(tags, self._contexts.get_or_create(id), to.id, what, tensors)
+            # What runs elsewhere is told by a tuple from what has run here.
+            self._engine.tag(tags, self._contexts.get_or_create(id), to.id, (what,), tensors)
 
     def arriving(self, tags: Tags) -> Arrival | None:
         tag: Tag | None = tags.get(TAG)

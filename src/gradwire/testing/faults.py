@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import random
 import threading
+from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Literal
@@ -30,7 +31,9 @@ class _Where:
     kind: Kind | None = None
     sender: str | None = None
     receiver: str | None = None
+    answers: bool = False
     chance: float = 1.0
+    skip: int = 0
     times: int | None = None
     seconds: float = 0.05
 
@@ -40,8 +43,9 @@ class Fault(_Where):
     """What happens to frames: they get lost (drop), arrive `seconds` late (delay), arrive twice
     (duplicate), take the whole connection with them (cut), or cannot be sent at all (refuse).
 
-    `kind` None means any message; an answer has the kind PYTHON_RET or EXCEPTION. `sender` and
-    `receiver` are names of workers, None means any.
+    `kind` None means any message; an answer has the kind PYTHON_RET or EXCEPTION. With `answers` it
+    is the answers to messages of that kind instead. `sender` and `receiver` are names of workers,
+    None means any. The first `skip` frames it could befall are spared.
     """
 
     action: Action = "drop"
@@ -56,8 +60,14 @@ class FaultyTransport:
         self._dice = random.Random(seed)
         self._lock = threading.Lock()
         self._left = [fault.times for fault in self._faults]
+        self._spared = [fault.skip for fault in self._faults]
+        #: What was asked: by (asking, asked, id of the call).
+        self._asked: dict[tuple[str, str, int], int] = {}
         #: What was done so far, in order: (action, kind, sender, receiver).
         self.done: list[tuple[Action, Kind, str, str]] = []
+        #: How many messages of each kind were sent, and how many answers to each.
+        self.messages: Counter[Kind] = Counter()
+        self.answers: Counter[Kind] = Counter()
 
     @property
     def name(self) -> str:
@@ -78,17 +88,35 @@ class FaultyTransport:
         with self._lock:
             self._faults.append(fault)
             self._left.append(fault.times)
+            self._spared.append(fault.skip)
+
+    def clear(self) -> None:
+        """Have no faults any more."""
+        with self._lock:
+            self._faults, self._left, self._spared = [], [], []
 
     def choose(self, frame: Frame, sender: str, receiver: str) -> Fault | None:
         """The fault that befalls a frame, if any."""
-        kind, _ = peek(frame.head)
+        kind, call = peek(frame.head)
         with self._lock:
+            asked = None
+            if kind in (Kind.PYTHON_RET, Kind.EXCEPTION):
+                asked = self._asked.pop((receiver, sender, call), None)
+                if asked is not None:
+                    self.answers[Kind(asked)] += 1
+            else:
+                self._asked[sender, receiver, call] = kind
+                self.messages[Kind(kind)] += 1
             for index, fault in enumerate(self._faults):
-                if fault.kind not in (None, kind) or self._left[index] == 0:
+                about = asked if fault.answers else kind
+                if about is None or fault.kind not in (None, about) or self._left[index] == 0:
                     continue
                 if fault.sender not in (None, sender) or fault.receiver not in (None, receiver):
                     continue
                 if fault.chance < 1.0 and self._dice.random() >= fault.chance:
+                    continue
+                if self._spared[index]:
+                    self._spared[index] -= 1
                     continue
                 left = self._left[index]
                 if left is not None:
@@ -117,6 +145,7 @@ class FaultyConnection:
         self.disarm = inner.disarm
         self.trim = inner.trim
         self._timers: set[threading.Timer] = set()
+        self._timing = threading.Lock()
 
     def send(self, frame: Frame, blocked: Callable[[], object] | None = None) -> None:
         fault = self._transport.choose(frame, self._me, self.peer.name)
@@ -139,7 +168,9 @@ class FaultyConnection:
 
     def close(self) -> None:
         self._inner.close()
-        for timer in list(self._timers):
+        with self._timing:
+            timers = list(self._timers)
+        for timer in timers:
             timer.cancel()
             timer.join()
 
@@ -167,8 +198,9 @@ class FaultyConnection:
         copy = Frame(bytes(frame.head), [buffer.detach().clone() for buffer in frame.buffers])
         timer = threading.Timer(seconds, self._send_quietly, (copy,))
         timer.daemon = True
-        self._timers.add(timer)
-        timer.start()
+        with self._timing:  # nobody can join one that has not started
+            self._timers.add(timer)
+            timer.start()
 
     def _send_quietly(self, frame: Frame) -> None:
         try:

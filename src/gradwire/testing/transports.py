@@ -447,6 +447,26 @@ def check_a_resting_connection_notices_the_other_ends_close(open_pair: Open) -> 
         _assert_closed(lambda: _receive_once(pair.listener), "receive after the peer's close")
 
 
+def check_a_close_is_noticed_after_what_came_before_it(open_pair: Open) -> None:
+    """At rest the close alone is noticed, and whoever is called back then finds a frame. Not for
+    pollers that only know readability: see `CHECKS_AT_REST`."""
+    with open_pair() as pair:
+        ended: list[str] = []
+
+        def read() -> None:
+            try:
+                _receive_once(pair.listener)
+            except ConnectionClosed as closed:
+                ended.append(str(closed))
+            else:
+                pair.listener.disarm()
+
+        pair.listener.attach(pair.poller, read)
+        pair.caller.send(Frame(b"farewell"))
+        pair.caller.close()
+        drive(pair.poller, lambda: ended, "the notice of the close")
+
+
 def check_attaching_notices_that_the_other_end_has_closed(open_pair: Open) -> None:
     """Not for pollers that only know readability: see `CHECKS_AT_REST`."""
     with open_pair() as pair:
@@ -561,5 +581,6 @@ CHECKS: list[Check] = [
 #: For pollers that report the end of a connection that is not armed.
 CHECKS_AT_REST: list[Check] = [
     check_a_resting_connection_notices_the_other_ends_close,
+    check_a_close_is_noticed_after_what_came_before_it,
     check_attaching_notices_that_the_other_end_has_closed,
 ]

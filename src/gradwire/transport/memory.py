@@ -182,7 +182,11 @@ class MemoryConnection:
             self._call_back()
 
     def disarm(self) -> None:
-        self._armed = False
+        with self._arrived:
+            self._armed = False
+            unnoticed = self._ended and not self._closed
+        if unnoticed:  # the notice of the end was used up by what came before it
+            self._call_back()
 
     def trim(self) -> None:
         pass

@@ -1,0 +1,316 @@
+"""What a pass has to do on one worker, and how far that has got: pure bookkeeping.
+
+A ledger belongs to a pass, which calls it with its lock held. It knows the regions of the plan, the
+sends that wait for answers and the answers of recvs that are being put together, what others must
+be told, and when all of it is done.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+from gradwire.gradients.functions import Gradients, Recv, Send
+from gradwire.gradients.graph import (
+    Anchor,
+    Plan,
+    Region,
+    is_loose,
+    reached_by,
+    starts_of,
+)
+
+# (id of a send, the gradients of its tensors or None)
+Answer = tuple[int, "list[Tensor | None] | None"]
+# What one worker tells another: its sends that have no answer yet (said once), answers, and how
+# the teller stands to the one who is told.
+News = tuple["list[int]", "list[Answer]", int]
+
+#: How a worker stands to another in a pass.
+NO_CHILD, CHILD, CHILD_DONE = range(3)
+
+
+class How(NamedTuple):
+    """What kind of a pass it is; everybody who takes part must know."""
+
+    retain_graph: bool = False
+    create_graph: bool = False
+    #: Gradients are wanted for given tensors where the pass was started, and for no leaves.
+    for_inputs: bool = False
+    #: How long it may take from now on; 0: for ever.
+    seconds: float = 0.0
+
+
+OPEN: Any = object()  # in place of what is not known yet
+
+
+class _Reply:
+    """The answer of a recv, while its gradients come in."""
+
+    __slots__ = ("gradients", "open", "sender")
+
+    def __init__(self, recv: Recv):
+        self.sender = recv.sender
+        self.open = len(recv.anchors)
+        self.gradients: list[Tensor | None] = [OPEN] * self.open
+
+
+class Ledger:
+    """See the module's text."""
+
+    def __init__(self, me: int, parent: int | None, how: How, *, loose: bool):
+        self._me = me
+        #: The worker this one heard of the pass from; None where it was started.
+        self.parent = parent
+        self._how = how
+        self.planned = False
+        self._sends: dict[int, Send] = {}
+        self._wanted: set[int] = set()
+        #: Leaves that were sent get what is sent back; not if torch has to put it into `.grad`.
+        self.loose = loose
+        #: By send: the region it is a source of, and the answer once it is there.
+        self._region_of: dict[int, Region] = {}
+        self.answers: dict[int, list[Tensor | None] | None] = {}
+        self.ready: list[Region] = []
+        self._unfinished = 0
+        self._recv_ids: frozenset[int] = frozenset()
+        self._replies: dict[int, _Reply] = {}
+        #: What others must hear: that there is a pass, and answers.
+        self._untold: set[int] = set()
+        self._outbox: dict[int, list[Answer]] = {}
+        self._to_myself: list[Answer] = []
+        #: Everybody who knows of the pass, as far as this worker knows.
+        self.involved: set[int] = set() if parent is None else {parent}
+        #: Workers that were told and have not said yet whether they are children.
+        self._unsure: set[int] = set()
+        self._children: set[int] = set()
+        self._done_children: set[int] = set()
+        self._parent_knows = False
+        #: This worker's part is done, and so are those of its children.
+        self.finished = False
+        #: Gradients of leaves, not visible yet.
+        self.staged: list[tuple[Tensor, Tensor]] = []
+
+    # -- planning
+
+    def open(
+        self,
+        plan: Plan,
+        sends: Sequence[Send],
+        recvs: Sequence[Recv],
+        known: set[int],
+        wanted: Sequence[Tensor],
+    ) -> None:
+        """Take over a plan. `known` are the workers of the context, `wanted` the tensors whose
+        gradients are asked for, if not all leaves are."""
+        self._wanted = {id(tensor) for tensor in wanted}
+        self._sends = {send.id: send for send in sends}
+        self._replies = {recv.id: _Reply(recv) for recv in recvs}
+        self._recv_ids = frozenset(self._replies)
+        for region in plan.regions:
+            for source in region.sources:
+                if type(source) is Send:
+                    self._region_of[source.id] = region
+                    region.out += 1
+            region.has_gradient = region.out < len(region.sources)
+            self._consider(region)
+        self._unfinished = len(plan.regions)
+        for recv in recvs:
+            if not recv.anchors:  # what it carried could not be decoded
+                self.settle(recv.id, 0, None)
+        for recv, position in plan.unreached:
+            self.settle(recv.id, position, None)
+        if self._me in known:
+            self._answer_unknown(self._me, self._unanswered(self._me))
+        self._untold = known - {self._me}
+        self.planned = True
+
+    def _consider(self, region: Region) -> None:
+        if not region.queued and (not region.out or (region.has_gradient and region.anchors)):
+            region.queued = True
+            self.ready.append(region)
+
+    def _unanswered(self, worker: int) -> list[int]:
+        answers = self.answers
+        return [id for id, send in self._sends.items() if send.to == worker and id not in answers]
+
+    def next_region(self, *, gated: bool) -> Region | None:
+        """A region to run; one that has to wait at gates only if asked for."""
+        self.take_own_answers()
+        for region in self.ready:
+            if not region.out:
+                break
+        else:
+            if not gated or not self.ready:
+                return None
+            region = self.ready[0]
+        self.ready.remove(region)
+        return region
+
+    def has_run(self, region: Region) -> None:
+        """Whatever its run did not bring a gradient has none."""
+        for recv, position in region.anchors:
+            self.settle(recv.id, position, None)
+        for source in region.sources:
+            if type(source) is Send:
+                self.answers[source.id] = None  # used up
+        self._unfinished -= 1
+
+    def open_anchors(self, region: Region) -> list[Anchor]:
+        """The anchors of a region whose gradients are not known yet."""
+        return [
+            (recv, position)
+            for recv, position in region.anchors
+            if (reply := self._replies.get(recv.id)) and reply.gradients[position] is OPEN
+        ]
+
+    # -- answers
+
+    def take(self, sender: int, news: News, *, was_told: bool) -> None:
+        """Take in what another worker has to tell. `was_told`: it answers our first message."""
+        sends, answers, standing = news
+        self.involved.add(sender)
+        if was_told:
+            self._unsure.discard(sender)
+        if standing == CHILD_DONE:
+            self._children.discard(sender)
+            self._done_children.add(sender)
+        elif standing == CHILD and sender not in self._done_children:
+            self._children.add(sender)
+        if sends:
+            self._answer_unknown(sender, sends)
+        for id, gradients in answers:
+            self._take_answer(id, gradients)
+
+    def _answer_unknown(self, sender: int, sends: Sequence[int]) -> None:
+        """Sends that never got here have no gradients."""
+        for id in sends:
+            if id not in self._recv_ids:
+                self._post(sender, (id, None))
+
+    def _post(self, to: int, answer: Answer) -> None:
+        if to == self._me:
+            self._to_myself.append(answer)
+        else:
+            self._outbox.setdefault(to, []).append(answer)
+
+    def take_own_answers(self) -> bool:
+        if not self._to_myself:
+            return False
+        while self._to_myself:
+            self._take_answer(*self._to_myself.pop())
+        return True
+
+    def _take_answer(self, id: int, gradients: list[Tensor | None] | None) -> None:
+        send = self._sends.get(id)
+        if send is None or id in self.answers:
+            return
+        self.answers[id] = gradients
+        if self.loose and gradients is not None:
+            for end, gradient in zip(send.ends, gradients, strict=False):
+                if gradient is not None and is_loose(end):
+                    self.stage(end, gradient)
+        region = self._region_of.get(id)
+        if region is None:
+            return
+        region.out -= 1
+        if gradients is not None:
+            region.has_gradient = True
+        if region.anchors and (gradients is None or any(g is None for g in gradients)):
+            self._lose_starts(region, id, gradients or ())
+        self._consider(region)
+
+    def _lose_starts(self, region: Region, id: int, gradients: Gradients) -> None:
+        """Some tensors of a send have no gradient. Neither have the anchors that are reached from
+        nowhere else."""
+        for bit, (source, position) in enumerate(starts_of(region)):
+            lost = position >= len(gradients) or gradients[position] is None
+            if lost and type(source) is Send and source.id == id:
+                region.dead |= 1 << bit
+        if region.reached is None:
+            region.reached = reached_by(region)
+        for (recv, position), reached in zip(region.anchors, region.reached, strict=True):
+            if not reached & ~region.dead:
+                self.settle(recv.id, position, None)
+
+    def settle(self, message: int, position: int, gradient: Tensor | None) -> None:
+        """The gradient of one received tensor is known; with the last one the recv answers."""
+        reply = self._replies.get(message)
+        if reply is None:
+            return
+        gradients = reply.gradients
+        if gradients:
+            if gradients[position] is not OPEN:
+                return
+            if gradient is not None and gradient.requires_grad and not self._how.create_graph:
+                gradient = gradient.detach()
+            gradients[position] = gradient
+            reply.open -= 1
+        if not reply.open:
+            del self._replies[message]
+            nothing = all(gradient is None for gradient in gradients)
+            self._post(reply.sender, (message, None if nothing else gradients))
+
+    def stage(self, leaf: Tensor, gradient: Tensor) -> None:
+        if not self._how.for_inputs or id(leaf) in self._wanted:
+            self.staged.append((leaf, gradient))
+
+    # -- telling others
+
+    def all_news(self) -> list[tuple[int, bool, News]]:
+        """What has to be told, to whom, and whether it is the first that worker is told."""
+        self._conclude()
+        workers = self._untold | self._outbox.keys()
+        if self.finished and self.parent is not None and not self._parent_knows:
+            workers.add(self.parent)
+        told = []
+        for worker in workers:
+            first = worker in self._untold
+            if first:
+                self._unsure.add(worker)
+            told.append((worker, first, self.news_for(worker)))
+        return told
+
+    def news_for(self, worker: int) -> News:
+        sends: list[int] = []
+        self.involved.add(worker)
+        if worker in self._untold:
+            self._untold.discard(worker)
+            sends = self._unanswered(worker)
+        self._conclude()  # now that this one is told
+        standing = NO_CHILD
+        if worker == self.parent:
+            self._parent_knows = self.finished
+            standing = CHILD_DONE if self.finished else CHILD
+        return sends, self._outbox.pop(worker, []), standing
+
+    def _conclude(self) -> None:
+        """See whether this worker's part has come to its end."""
+        if (
+            self._unfinished
+            or self._replies
+            or self._to_myself
+            or self._unsure
+            or self._children
+            or len(self.answers) < len(self._sends)
+        ):
+            return
+        if not self._untold or self._untold == {self.parent}:
+            self.finished = True
+
+    def has_work(self) -> bool:
+        """Whether there is something to drive. Who adds to it from now on drives it too."""
+        return bool(
+            self.ready
+            or self._outbox
+            or self._untold
+            or self._to_myself
+            or (self.finished and not self._parent_knows)
+        )
+
+    def awaited(self) -> set[int]:
+        """The workers that must do something before this one can be done."""
+        owing = {send.to for id, send in self._sends.items() if id not in self.answers}
+        return owing | self._children | self._unsure

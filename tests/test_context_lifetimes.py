@@ -1,0 +1,315 @@
+"""Contexts go everywhere the code goes, end everywhere when they end, and never come back."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import contextvars
+import gc
+import os
+import signal
+import threading
+import weakref
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from gradwire import autograd, current, rpc
+from gradwire.errors import GradwireError, WorkerLost
+from gradwire.gradients.engine import TAG
+from gradwire.gradients.ledger import NO_CHILD, How
+from gradwire.testing import cluster, soak
+from gradwire.wire.messages import Kind
+from gradwire.worker import Worker
+from tests.processes import group, until
+
+
+@pytest.fixture
+def trio() -> Iterator[list[Worker]]:
+    with cluster(3) as workers:
+        token = current.enter(workers[0])
+        yield workers
+        current.exit(token)
+
+
+def square(x: Tensor) -> Tensor:
+    return x * x
+
+
+def contexts_here() -> int:
+    return len(current.worker().contexts)
+
+
+# -- where they go
+
+
+def test_asyncio_tasks_have_contexts_of_their_own(trio: list[Worker]) -> None:
+    """They take turns in one thread, and each goes on in its own."""
+    turns: list[str] = []
+
+    async def train(name: str, factor: float) -> Tensor:
+        x = torch.full((2,), factor, requires_grad=True)
+        with autograd.context() as context_id:
+            y = x
+            for _ in range(3):
+                y = await rpc.rpc_async("worker1", torch.mul, args=(y, factor))
+                turns.append(name)
+                await asyncio.sleep(0)  # the other one's turn
+            autograd.backward(context_id, [y.sum()])
+            return autograd.get_gradients(context_id)[x]
+
+    async def both() -> list[Tensor]:
+        return await asyncio.gather(train("one", 2.0), train("other", 3.0))
+
+    one, other = asyncio.run(both())
+    assert one.tolist() == [8.0, 8.0]
+    assert other.tolist() == [27.0, 27.0]
+    assert turns != sorted(turns)
+    assert turns != sorted(turns, reverse=True)
+
+
+def square_in_a_thread(x: Tensor) -> Tensor:
+    results: list[Tensor] = []
+
+    def run() -> None:
+        results.append(rpc.rpc_sync("worker2", square, args=(x,)))
+
+    thread = threading.Thread(target=contextvars.copy_context().run, args=(run,))
+    thread.start()
+    thread.join()
+    return results[0]
+
+
+@rpc.functions.async_execution
+def square_later(x: Tensor) -> Any:
+    future = rpc.rpc_async("worker2", square, args=(x,))
+    return future.then(lambda done: rpc.rpc_sync("worker0", square, args=(done.wait(),)))
+
+
+@rpc.functions.async_execution
+def square_from_a_bare_thread(x: Tensor) -> Any:
+    """Its result is set by a thread that knows of no context."""
+    future: torch.futures.Future[Tensor] = torch.futures.Future()
+    thread = threading.Thread(target=lambda: future.set_result(x * x))
+    thread.start()
+    thread.join()
+    return future
+
+
+@pytest.mark.parametrize(
+    ("function", "power"),
+    [(square_in_a_thread, 2), (square_later, 4), (square_from_a_bare_thread, 2)],
+)
+def test_contexts_follow_served_functions(trio: list[Worker], function: Any, power: int) -> None:
+    x = torch.tensor([2.0, 3.0], requires_grad=True)
+    with autograd.context() as context_id:
+        y = rpc.rpc_sync("worker1", function, args=(x,))
+        autograd.backward(context_id, [y.sum()])
+        expected = power * x.detach() ** (power - 1)
+        assert torch.equal(autograd.get_gradients(context_id)[x], expected)
+
+
+def differentiate_inside(x: Tensor) -> Tensor:
+    """A context inside of a served function, with a pass of its own."""
+    inner = x.detach().requires_grad_()
+    with autograd.context() as context_id:
+        autograd.backward(context_id, [rpc.rpc_sync("worker2", square, args=(inner,)).sum()])
+        slope = autograd.get_gradients(context_id)[inner]
+    return rpc.rpc_sync("worker2", square, args=(x,)) * slope
+
+
+def test_a_served_function_may_open_a_context(trio: list[Worker]) -> None:
+    x = torch.tensor([2.0, 3.0], requires_grad=True)
+    with autograd.context() as context_id:
+        y = rpc.rpc_sync("worker1", differentiate_inside, args=(x,))
+        autograd.backward(context_id, [y.sum()])
+        slope = 2 * x.detach()
+        assert torch.equal(autograd.get_gradients(context_id)[x], slope * slope)
+
+
+def test_sixty_trainers_share_a_worker_and_some_fail(trio: list[Worker]) -> None:
+    weight = torch.ones(2, requires_grad=True)
+    right: list[int] = []
+
+    def train(number: int) -> None:
+        current.enter(trio[0])
+        function = soak.refuse if number % 5 == 0 else torch.mul
+        args = (weight,) if number % 5 == 0 else (weight, float(number))
+        try:
+            with autograd.context() as context_id:
+                y = rpc.rpc_sync("worker1", function, args=args)
+                autograd.backward(context_id, [y.sum()])
+                if autograd.get_gradients(context_id)[weight].tolist() == [float(number)] * 2:
+                    right.append(number)
+        except soak.Refused:
+            pass
+
+    threads = [threading.Thread(target=train, args=(number,)) for number in range(60)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+    assert sorted(right) == [number for number in range(60) if number % 5]
+
+
+# -- how they end
+
+
+@pytest.mark.parametrize("transport", ["memory", "unix"])
+def test_nothing_is_left_of_many_contexts(transport: str) -> None:
+    assert soak.soak(200, transport, lambda line: None) == []
+
+
+def test_graphs_die_with_their_context(trio: list[Worker]) -> None:
+    """On every worker, as soon as it has heard of the end."""
+    GRAPHS.clear()
+    x = torch.ones(2, requires_grad=True)
+    for fails in (False, True):
+        with autograd.context() as context_id:
+            y = rpc.rpc_sync("worker1", remember, args=(x * 1, fails))
+            try:
+                autograd.backward(context_id, [y.sum()])
+            except soak.Refused:
+                assert fails
+        del y
+    until(lambda: not any(len(worker.contexts) for worker in trio), "all contexts are released")
+    for worker in trio[1:]:
+        rpc.rpc_sync(worker.name, contexts_here)  # its thread forgets what it did last
+    gc.collect()
+    assert [graph() for graph in GRAPHS] == [None] * 6
+
+
+class Remembered(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, fails: bool) -> Tensor:
+        ctx.fails = fails
+        GRAPHS.append(weakref.ref(ctx))
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        if ctx.fails:
+            raise soak.Refused
+        return gradient, None
+
+
+GRAPHS: list[Any] = []
+
+
+def remember(x: Tensor, fails: bool) -> Tensor:
+    y = Remembered.apply(x, False)
+    if rpc.get_worker_info().id == 1:
+        return rpc.rpc_sync("worker2", remember, args=(y, fails)) + y
+    return Remembered.apply(x, fails)
+
+
+def test_a_late_message_does_not_bring_a_context_back(trio: list[Worker]) -> None:
+    with autograd.context() as context_id:
+        rpc.rpc_sync("worker1", square, args=(torch.ones(2, requires_grad=True),))
+    until(lambda: not any(len(worker.contexts) for worker in trio), "all contexts are released")
+    agent = trio[0].agent
+    peer = agent.peers.find("worker1")
+
+    call = agent.codec.encode_call(square, (torch.ones(2, requires_grad=True),), {})
+    tags = {TAG: (context_id, 77, 0, (5,), [])}
+    with pytest.raises(GradwireError, match="was released already"):
+        agent.call_async(peer, Kind.PYTHON_CALL, square, call, 5.0, tags).wait()
+    message = (context_id, 7, How(), ([78], [], NO_CHILD), ())
+    with pytest.raises(GradwireError, match="was released already"):
+        agent.request("worker1", Kind.BACKWARD_AUTOGRAD_REQ, message).wait()
+    assert (
+        agent.request("worker1", Kind.BACKWARD_AUTOGRAD_OUTCOME, (context_id, 7, None)).wait()
+        is False
+    )
+    agent.request("worker1", Kind.CLEANUP_AUTOGRAD_CONTEXT_REQ, [context_id]).wait()
+    with pytest.raises(GradwireError, match="was released already"):
+        agent.request("worker1", Kind.JOIN_AUTOGRAD_CONTEXT_REQ, context_id).wait()
+    assert not any(len(worker.contexts) for worker in trio)
+
+
+def test_a_context_that_nothing_was_heard_of_is_not_made_by_its_end(trio: list[Worker]) -> None:
+    """The cleanup overtakes the call."""
+    with autograd.context() as context_id:
+        pass
+    agent = trio[0].agent
+    agent.request("worker1", Kind.CLEANUP_AUTOGRAD_CONTEXT_REQ, [context_id]).wait()
+    call = agent.codec.encode_call(square, (torch.ones(2, requires_grad=True),), {})
+    tags = {TAG: (context_id, 77, 0, (), [])}
+    with pytest.raises(GradwireError, match="was released already"):
+        agent.call_async(
+            agent.peers.find("worker1"), Kind.PYTHON_CALL, square, call, 5.0, tags
+        ).wait()
+    assert not any(len(worker.contexts) for worker in trio)
+
+
+def test_a_context_ends_where_it_came_through_a_worker_that_died() -> None:
+    """The creator has never talked to the last worker, which would not be told."""
+
+    def body(rank: int) -> int | None:
+        if rank:
+            FINISHED.wait(30)
+            rpc.shutdown(graceful=False)
+            return None
+        x = torch.ones(2, requires_grad=True)
+        with autograd.context() as context_id:
+            _, pid = rpc.rpc_sync("worker1", pass_on, args=(x,))
+            os.kill(pid, signal.SIGKILL)
+            known = current.worker().contexts.get(context_id).known
+            until(lambda: 2 in known, "the last worker asks to be told")
+        until(lambda: rpc.rpc_sync("worker2", contexts_here) == 0, "it is told")
+        with contextlib.suppress(WorkerLost):  # it may be gone before it can answer
+            rpc.rpc_sync("worker2", finish)
+        rpc.shutdown(graceful=False)
+        return 0
+
+    with group(3, body, shut_down=False) as started:
+        assert started[0].result() == 0
+
+
+FINISHED = threading.Event()
+
+
+def finish() -> None:
+    FINISHED.set()
+
+
+def pass_on(x: Tensor) -> tuple[Tensor, int]:
+    return rpc.rpc_sync("worker2", square, args=(x,)), os.getpid()
+
+
+def test_the_command_says_what_is_left(capsys: pytest.CaptureFixture[str]) -> None:
+    assert soak.main(["--contexts", "20", "--transport", "tcp"]) == 0
+    assert "20 contexts in" in capsys.readouterr().out
+
+
+def test_the_command_would_notice_a_leak(monkeypatch: pytest.MonkeyPatch) -> None:
+    kept: list[Tensor] = []
+
+    def keep(x: Tensor, context_id: int, network: Any) -> None:
+        kept.append(x * 2)
+
+    monkeypatch.setattr(soak, "_GOOD", [keep])
+    assert any("tensors more" in line for line in soak.soak(100, "memory", lambda line: None))
+
+
+def test_a_call_that_comes_too_late_does_not_keep_what_it_refers_to(trio: list[Worker]) -> None:
+    with autograd.context() as context_id:
+        pass
+    trio[1].contexts.release(context_id)
+    agent = trio[0].agent
+    rref = rpc.RRef(torch.ones(2))
+    call = agent.codec.encode_call(rpc.RRef.to_here, (rref,), {})
+    tags = {TAG: (context_id, 0, 0, (), [])}
+    peer = agent.peers.find("worker1")
+    with pytest.raises(GradwireError, match="was released already"):
+        agent.call_async(peer, Kind.PYTHON_CALL, "to_here", call, 5.0, tags).wait()
+    del rref, call
+
+    def nothing_held() -> bool:
+        gc.collect()
+        return not any(any(worker.refs.debug_info().values()) for worker in trio)
+
+    until(nothing_held, "the value is gone")

@@ -1,0 +1,502 @@
+"""A backward pass always ends: everywhere, with the root cause, and with no trace of itself."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from gradwire import autograd, current, rpc
+from gradwire.agent.exceptions import add_note, decode_exception, encode_exception
+from gradwire.errors import CallError, CallTimeout, GradwireError, WorkerLost
+from gradwire.gradients import passes
+from gradwire.gradients.graph import make_roots
+from gradwire.testing import Fault, FaultyTransport, cluster, transports_named
+from gradwire.wire.messages import Kind
+from gradwire.wire.values import Codec
+from gradwire.worker import Worker
+from tests.processes import group, until
+
+
+@pytest.fixture
+def trio() -> Iterator[list[Worker]]:
+    with cluster(3) as workers:
+        token = current.enter(workers[0])
+        yield workers
+        current.exit(token)
+        BLOCK.set()
+        until(lambda: not waiting_at_gates(), "no thread waits at a gate")
+
+
+def waiting_at_gates() -> int:
+    """How many threads of this process are in the middle of a pass."""
+    count = 0
+    for frame in sys._current_frames().values():
+        walk: Any = frame
+        while walk is not None:
+            if walk.f_code is passes.Pass._gate.__code__:
+                count += 1
+            walk = walk.f_back
+    return count
+
+
+class Unwilling(Exception):
+    """With a constructor that cannot be guessed."""
+
+    def __init__(self, *, day: str):
+        super().__init__(f"no gradient {day}")
+        self.day = day
+
+
+def act(gradient: Tensor) -> None:
+    """What the backward of a function here does, besides computing."""
+    for action in list(ACTIONS):
+        action()
+
+
+ACTIONS: list[Callable[[], None]] = []
+BLOCK = threading.Event()
+REACHED = threading.Event()
+
+
+@pytest.fixture(autouse=True)
+def _behave() -> Iterator[None]:
+    ACTIONS.clear()
+    BLOCK.clear()
+    REACHED.clear()
+    yield
+    ACTIONS.clear()
+
+
+def refuse() -> None:
+    raise Unwilling(day="today")
+
+
+def block() -> None:
+    REACHED.set()
+    assert BLOCK.wait(30)
+
+
+class Acts(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        act(gradient)
+        return gradient
+
+
+def with_function(x: Tensor) -> Tensor:
+    return Acts.apply(x * WEIGHTS["there"])
+
+
+def with_hook(x: Tensor) -> Tensor:
+    y = x * WEIGHTS["there"]
+    y.register_hook(act)
+    return y * 1
+
+
+def relay(x: Tensor, function: Callable[[Tensor], Tensor]) -> Tensor:
+    """Its region has a gate: what it sends on comes back into what it returns."""
+    middle = x * WEIGHTS["between"]
+    return rpc.rpc_sync("worker2", function, args=(middle,)) + middle
+
+
+WEIGHTS = {name: torch.ones(2, requires_grad=True) for name in ("here", "between", "there")}
+
+
+@pytest.fixture(autouse=True)
+def _weights() -> None:
+    for weight in WEIGHTS.values():
+        weight.grad = None
+
+
+def forward(function: Callable[[Tensor], Tensor]) -> Tensor:
+    """Through all three workers."""
+    y = rpc.rpc_sync("worker1", relay, args=(WEIGHTS["here"] * 2, function))
+    return y.sum()
+
+
+def gradients_of(context_id: int) -> dict[int, Tensor]:
+    """Those of the worker the code runs on."""
+    return {id(leaf): gradient for leaf, gradient in autograd.get_gradients(context_id).items()}
+
+
+def everywhere(workers: list[Worker], context_id: int) -> dict[str, list[float]]:
+    found: dict[int, Tensor] = {}
+    for worker in workers:
+        found |= rpc.rpc_sync(worker.name, gradients_of, args=(context_id,))
+    names = {id(weight): name for name, weight in WEIGHTS.items()}
+    return {names[key]: gradient.tolist() for key, gradient in sorted(found.items())}
+
+
+RIGHT = {"here": [4.0, 4.0], "between": [4.0, 4.0], "there": [2.0, 2.0]}
+
+
+# -- what the caller sees
+
+
+@pytest.mark.parametrize("function", [with_function, with_hook])
+def test_the_root_cause_comes_through_a_chain_of_workers(
+    trio: list[Worker], function: Callable[[Tensor], Tensor]
+) -> None:
+    with autograd.context() as context_id:
+        loss = forward(function)
+        ACTIONS.append(refuse)
+        with pytest.raises(Unwilling) as caught:
+            autograd.backward(context_id, [loss], retain_graph=True)
+        assert caught.value.day == "today"
+        assert 'on worker "worker2"' in str(caught.value.__cause__)
+        line = function.__code__.co_firstlineno
+        place = f"on worker 'worker2', of {function.__name__} ({__file__}:{line})"
+        assert caught.value.__notes__ == [f"in the backward pass {place}"]
+        printed = "".join(traceback.format_exception(caught.value))
+        # In the remote traceback, and where Python prints notes, in what is raised here.
+        assert printed.count(place) == (2 if sys.version_info >= (3, 11) else 1)
+        assert "in refuse" in printed
+        assert everywhere(trio, context_id) == {}
+        ACTIONS.clear()
+        autograd.backward(context_id, [loss])
+        assert everywhere(trio, context_id) == RIGHT
+
+
+def between_calls(x: Tensor) -> Tensor:
+    return rpc.rpc_sync("worker2", torch.neg, args=(Acts.apply(x),))
+
+
+def test_what_fails_before_a_call_is_named_after_the_call(trio: list[Worker]) -> None:
+    x = torch.ones(2, requires_grad=True)
+    with autograd.context() as context_id:
+        loss = rpc.rpc_sync("worker1", between_calls, args=(x,)).sum()
+        ACTIONS.append(refuse)
+        with pytest.raises(Unwilling) as caught:
+            autograd.backward(context_id, [loss])
+    (note,) = caught.value.__notes__
+    assert "on worker 'worker1', of what was sent to" in note
+    assert "neg" in note
+
+
+def test_a_note_survives_where_the_exception_does_not() -> None:
+    """The second sending leaves out attributes that cannot be sent."""
+    error = ZeroDivisionError("nothing")
+    error.lock = threading.Lock()  # type: ignore[attr-defined]
+    add_note(error, "somewhere")
+    codec = Codec()
+    encoded = encode_exception(codec, error, "there")
+    found = decode_exception(codec, encoded.payload, encoded.buffers, "there")
+    assert type(found) is ZeroDivisionError
+    assert found.__notes__ == ["somewhere"]
+    assert "somewhere" in str(found.__cause__)
+
+
+@pytest.mark.parametrize("kind", [KeyboardInterrupt, SystemExit])
+def test_an_interrupt_of_the_caller_ends_the_pass_elsewhere(
+    trio: list[Worker], kind: type[BaseException]
+) -> None:
+    x = torch.ones(2, requires_grad=True)
+
+    def interrupt(gradient: Tensor) -> None:
+        raise kind
+
+    with autograd.context() as context_id:
+        middle = x * 2
+        loss = (rpc.rpc_sync("worker1", relay, args=(middle, with_function)) + middle).sum()
+        hook = middle.register_hook(interrupt)
+        with pytest.raises(kind):
+            autograd.backward(context_id, [loss], retain_graph=True)
+        until(lambda: not any(passes_of(trio)), "all know that it has ended")
+        assert everywhere(trio, context_id) == {}
+        hook.remove()
+        autograd.backward(context_id, [loss])
+
+
+def passes_of(workers: list[Worker]) -> list[int]:
+    return [len(found.passes) for worker in workers for found in worker.contexts.all()]
+
+
+def test_a_late_message_of_a_failed_pass_is_answered_with_the_root_cause(
+    trio: list[Worker],
+) -> None:
+    """Not with the news that it is over, which would reach the caller before the cause."""
+    with autograd.context() as context_id:
+        loss = forward(with_function)
+        ACTIONS.append(refuse)
+        with pytest.raises(Unwilling):
+            autograd.backward(context_id, [loss])
+        (failed,) = trio[2].contexts.get(context_id).failures()
+        message = (context_id, failed, passes.How(), ([], [], 0), ())
+        asked = trio[1].agent.request("worker2", Kind.BACKWARD_AUTOGRAD_REQ, message)
+        with pytest.raises(Unwilling, match="no gradient today"):
+            asked.wait()
+
+
+# -- ways to end
+
+
+def test_the_release_of_the_context_ends_the_pass(trio: list[Worker]) -> None:
+    def release() -> None:
+        assert REACHED.wait(30)
+        trio[0].engine.release(context_id)
+        until(lambda: waiting_at_gates() == 0, "nobody waits, though the hook still runs")
+        BLOCK.set()
+
+    with autograd.context() as context_id:
+        loss = forward(with_function)
+        ACTIONS.append(block)
+        thread = threading.Thread(target=release)
+        thread.start()
+        with pytest.raises(GradwireError, match="was released"):
+            autograd.backward(context_id, [loss])
+        thread.join()
+    until(lambda: not any(len(worker.contexts) for worker in trio), "the context is gone")
+
+
+def test_a_released_context_cannot_begin_a_pass(trio: list[Worker]) -> None:
+    with autograd.context() as context_id:
+        loss = forward(with_function)
+        context = trio[0].contexts.get(context_id)
+    with pytest.raises(GradwireError, match="was released"):
+        trio[0].engine.run(context, make_roots([loss]), passes.How())
+
+
+def test_a_deadline_ends_the_pass_and_names_who_is_late(trio: list[Worker]) -> None:
+    with autograd.context() as context_id:
+        loss = forward(with_function)
+        ACTIONS.append(block)
+        started = time.monotonic()
+        with pytest.raises(CallTimeout, match=r"worker1|worker2"):
+            autograd.backward(context_id, [loss], retain_graph=True, timeout=0.2)
+        assert time.monotonic() - started < 10
+        until(lambda: waiting_at_gates() == 0, "nobody waits, though the function still runs")
+        ACTIONS.clear()
+        BLOCK.set()
+        autograd.backward(context_id, [loss])
+        assert everywhere(trio, context_id) == RIGHT
+
+
+# -- into .grad
+
+
+@pytest.mark.parametrize("existed", [True, False])
+def test_grad_is_put_back_to_the_last_bit(trio: list[Worker], existed: bool) -> None:
+    before: dict[str, Tensor | None] = dict.fromkeys(WEIGHTS)
+    if existed:
+        before = {name: torch.tensor([0.1, -0.0]) for name in WEIGHTS}
+    for name, weight in WEIGHTS.items():
+        weight.grad = before[name]
+    values = {name: None if g is None else g.clone() for name, g in before.items()}
+    with autograd.context(into_grad=True) as context_id:
+        loss = forward(with_function) + (WEIGHTS["there"] * 3).sum()
+        ACTIONS.append(refuse)
+        with pytest.raises(Unwilling):
+            autograd.backward(context_id, [loss], retain_graph=True)
+        until(lambda: not any(passes_of(trio)), "all know that it has ended")
+        for name, weight in WEIGHTS.items():
+            assert weight.grad is before[name]
+            if weight.grad is not None:
+                assert same_bits(weight.grad, values[name])
+        ACTIONS.clear()
+        autograd.backward(context_id, [loss])
+        assert WEIGHTS["here"].grad is not None
+        start = values["here"] if existed else torch.zeros(2)
+        assert torch.equal(WEIGHTS["here"].grad, start + torch.full((2,), 4.0))
+
+
+def same_bits(a: Tensor, b: Tensor | None) -> bool:
+    return b is not None and torch.equal(a.view(torch.int32), b.view(torch.int32))
+
+
+def test_a_run_that_outlives_its_pass_leaves_nothing_in_grad(trio: list[Worker]) -> None:
+    """Worker 1 is in the middle of a function when the pass fails; it goes on and accumulates. The
+    next pass waits for that to be undone."""
+    WEIGHTS["there"].grad = torch.tensor([7.0, 7.0])
+    x = torch.ones(2, requires_grad=True)
+    with autograd.context(into_grad=True) as context_id:
+        loss = rpc.rpc_sync("worker1", with_function, args=(x,)).sum()
+        ACTIONS.append(block)
+        with pytest.raises(CallTimeout):
+            autograd.backward(context_id, [loss], retain_graph=True, timeout=0.1)
+        assert REACHED.is_set()
+        ACTIONS.clear()
+        again = in_context_of(trio[0], lambda: autograd.backward(context_id, [loss]))
+        until(lambda: len(trio[1].contexts.get(context_id).writers) == 2, "the second is there")
+        BLOCK.set()
+        again.join(30)
+        assert WEIGHTS["there"].grad.tolist() == [8.0, 8.0]
+        assert x.grad is not None
+        assert x.grad.tolist() == [1.0, 1.0]
+
+
+def test_a_failed_pass_is_undone_though_the_news_of_it_was_lost() -> None:
+    """The next pass brings the news."""
+    lost = Fault("drop", kind=Kind.BACKWARD_AUTOGRAD_OUTCOME)
+    transport = FaultyTransport(transports_named("memory")[0], [lost])
+    with cluster(2, transports=[transport], graceful=False) as workers:
+        token = current.enter(workers[0])
+        x = torch.ones(2, requires_grad=True)
+        with autograd.context(into_grad=True) as context_id:
+            loss = rpc.rpc_sync("worker1", with_function, args=(x,)).sum()
+            transport.add(Fault("drop", kind=Kind.BACKWARD_AUTOGRAD_REQ, answers=True, times=1))
+            with pytest.raises(CallTimeout):
+                autograd.backward(context_id, [loss], retain_graph=True, timeout=0.1)
+            autograd.backward(context_id, [loss])
+            assert WEIGHTS["there"].grad is not None
+            assert WEIGHTS["there"].grad.tolist() == [1.0, 1.0]
+            assert x.grad is not None
+            assert x.grad.tolist() == [1.0, 1.0]
+        current.exit(token)
+
+
+def in_context_of(worker: Worker, action: Callable[[], None]) -> threading.Thread:
+    def run() -> None:
+        current.enter(worker)
+        action()
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    return thread
+
+
+# -- lost workers
+
+
+def body_that_signals(rank: int, gated: bool, size: int, number: int) -> list[Any] | None:
+    """The last worker does something to itself in backward; the others must not mind."""
+    if rank:
+        FINISHED.wait(30)
+        rpc.shutdown(graceful=False)
+        return None
+    x = torch.ones(2, requires_grad=True)
+    last = f"worker{size - 1}"
+    with autograd.context() as context_id:
+        if size == 3:
+            loss = rpc.rpc_sync("worker1", pass_on, args=(x, number, gated)).sum()
+        else:
+            loss = rpc.rpc_sync(last, signal_in_backward, args=(x, number, gated)).sum()
+        started = time.monotonic()
+        try:
+            autograd.backward(context_id, [loss])
+        except CallError as error:
+            report = [str(error), type(error).__name__, time.monotonic() - started]
+        assert autograd.get_gradients(context_id) == {}
+        report.append(waiting_at_gates())
+        if size == 3:
+            until(lambda: rpc.rpc_sync("worker1", state_here) == (0, 0), "worker 1 is done too")
+            with contextlib.suppress(WorkerLost):  # it may be gone before it can answer
+                rpc.rpc_sync("worker1", finish)
+    rpc.shutdown(graceful=False)
+    return report
+
+
+FINISHED = threading.Event()
+
+
+def finish() -> None:
+    FINISHED.set()
+
+
+def state_here() -> tuple[int, int]:
+    return waiting_at_gates(), sum(passes_of([current.worker()]))
+
+
+class Signals(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, number: int) -> Tensor:
+        ctx.number = number
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        os.kill(os.getpid(), ctx.number)
+        threading.Event().wait(30)  # other threads may be stopped before this one
+        return gradient, None
+
+
+def signal_in_backward(x: Tensor, number: int, gated: bool) -> Tensor:
+    y = Signals.apply(x, number)
+    # What has to wait for another worker runs after the message that began it was answered: then
+    # there is no open call whose failure could tell.
+    return y + rpc.rpc_sync("worker0", torch.mul, args=(x * 2, 3)) if gated else y
+
+
+def pass_on(x: Tensor, number: int, gated: bool) -> Tensor:
+    return x + rpc.rpc_sync("worker2", signal_in_backward, args=(x * 2, number, gated))
+
+
+@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("gated", [False, True], ids=["ungated", "gated"])
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "frozen"])
+def test_a_lost_worker_ends_the_pass_everywhere(size: int, gated: bool, number: int) -> None:
+    with group(
+        size,
+        lambda rank: body_that_signals(rank, gated, size, number),
+        shut_down=False,
+        heartbeat_interval=0.1,
+        heartbeat_limit=0.4,
+    ) as started:
+        text, kind, seconds, gates = started[0].result()
+        if size == 3:
+            started[1].result()
+    assert kind == "WorkerLost", text
+    assert f"worker 'worker{size - 1}'" in text
+    assert seconds < 20, "long before the deadline"
+    assert gates == 0
+
+
+def test_the_loss_of_a_worker_after_the_end_of_its_part_costs_nothing(trio: list[Worker]) -> None:
+    """Whether a pass has succeeded is for the worker that began it to say."""
+    with autograd.context() as context_id:
+        autograd.backward(context_id, [forward(with_function)])
+        trio[2].engine._clear_up_after(trio[1].info)
+        assert everywhere([trio[0], trio[2]], context_id)["there"] == RIGHT["there"]
+
+
+def test_a_context_that_has_lost_a_worker_says_so(trio: list[Worker]) -> None:
+    """Another one of that name knows nothing of it: the gradients would be wrong."""
+    with autograd.context() as context_id:
+        loss = forward(with_function)
+        trio[0].engine._clear_up_after(trio[1].info)
+        with pytest.raises(WorkerLost, match="'worker1' took part in autograd context"):
+            autograd.backward(context_id, [loss])
+
+
+def test_a_worker_that_has_released_the_context_says_so() -> None:
+    """It must not say that there are no gradients."""
+    with cluster(2) as workers:
+        token = current.enter(workers[0])
+        with autograd.context() as context_id:
+            x = torch.ones(2, requires_grad=True)
+            loss = rpc.rpc_sync("worker1", torch.mul, args=(x, x)).sum()
+            workers[1].contexts.release(context_id)
+            with pytest.raises(GradwireError, match="was released"):
+                autograd.backward(context_id, [loss])
+        current.exit(token)
+
+
+def test_a_lost_connection_is_no_lost_worker() -> None:
+    transport = FaultyTransport(transports_named("memory")[0], [])
+    with cluster(3, transports=[transport]) as workers:
+        token = current.enter(workers[0])
+        with autograd.context() as context_id:
+            loss = forward(with_function)
+            transport.add(
+                Fault("cut", kind=Kind.BACKWARD_AUTOGRAD_REQ, receiver="worker2", times=1)
+            )
+            with pytest.raises(WorkerLost, match="'worker2'"):
+                autograd.backward(context_id, [loss], retain_graph=True)
+            assert everywhere(workers, context_id) == {}
+            autograd.backward(context_id, [loss])
+            assert everywhere(workers, context_id) == RIGHT
+        current.exit(token)
