@@ -4,6 +4,7 @@ gradwire run [--torch] -n 2 examples/torch/remote_embedding.py
 """
 
 import os
+import threading
 
 import torch
 import torch.distributed.autograd as dist_autograd
@@ -15,9 +16,13 @@ from torch.distributed.optim import DistributedOptimizer
 WORDS, SIZE = 20, 8
 
 
+one_at_a_time = threading.Lock()
+
+
 def seeded(kind: type[nn.Module], *args: int) -> nn.Module:
-    torch.manual_seed(3)
-    return kind(*args)
+    with one_at_a_time:  # the server may make both modules at once, with one source of numbers
+        torch.manual_seed(3)
+        return kind(*args)
 
 
 class Model(nn.Module):

@@ -16,6 +16,7 @@ import pickle
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -104,9 +105,11 @@ class _Encoder(pickle.Pickler):
         return buffer is not _MARK
 
     def reducer_override(self, obj: Any) -> Any:
-        if isinstance(obj, Tensor):
-            return self._reduce_tensor(obj)
         kind = type(obj)
+        if kind is FunctionType:
+            return NotImplemented  # by its name; asked first, as every call has one
+        if kind is Tensor or isinstance(obj, Tensor):
+            return self._reduce_tensor(obj)
         taught = self._codec.taught.get(kind)
         if taught is not None:
             name, take_apart = taught
