@@ -10,7 +10,10 @@ from collections.abc import Iterator
 import pytest
 import torch
 
+from gradwire import current
+from gradwire.testing import cluster
 from gradwire.testing.pairs import open_descriptors, shared_memory
+from gradwire.worker import Worker
 
 # Tests fork workers. A forked process hangs in OpenMP when its parent has used its threads.
 torch.set_num_threads(1)
@@ -41,3 +44,12 @@ def _leaves_nothing_behind() -> Iterator[None]:
     assert not open_descriptors() - descriptors
     assert not shared_memory() - memory
     assert children or not _has_child()
+
+
+@pytest.fixture
+def trio() -> Iterator[list[Worker]]:
+    """Three workers in this process, the first of them the current one."""
+    with cluster(3) as workers:
+        token = current.enter(workers[0])
+        yield workers
+        current.exit(token)

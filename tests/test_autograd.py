@@ -6,7 +6,6 @@ import gc
 import os
 import signal
 import threading
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -21,15 +20,6 @@ from gradwire.testing import Fault, FaultyTransport, cluster, transports_named
 from gradwire.wire.messages import Kind
 from gradwire.worker import Worker
 from tests.processes import group, run_group, until
-
-
-@pytest.fixture
-def trio() -> Iterator[list[Worker]]:
-    with cluster(3) as workers:
-        token = current.enter(workers[0])
-        yield workers
-        current.exit(token)
-
 
 # -- the interface
 

@@ -10,7 +10,6 @@ import os
 import signal
 import threading
 import weakref
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -21,18 +20,10 @@ from gradwire import autograd, current, rpc
 from gradwire.errors import GradwireError, WorkerLost
 from gradwire.gradients.engine import TAG
 from gradwire.gradients.ledger import NO_CHILD, How
-from gradwire.testing import cluster, soak
+from gradwire.testing import soak
 from gradwire.wire.messages import Kind
 from gradwire.worker import Worker
 from tests.processes import group, until
-
-
-@pytest.fixture
-def trio() -> Iterator[list[Worker]]:
-    with cluster(3) as workers:
-        token = current.enter(workers[0])
-        yield workers
-        current.exit(token)
 
 
 def square(x: Tensor) -> Tensor:

@@ -29,13 +29,10 @@ from tests.processes import group, until
 
 
 @pytest.fixture
-def trio() -> Iterator[list[Worker]]:
-    with cluster(3) as workers:
-        token = current.enter(workers[0])
-        yield workers
-        current.exit(token)
-        BLOCK.set()
-        until(lambda: not waiting_at_gates(), "no thread waits at a gate")
+def trio(trio: list[Worker]) -> Iterator[list[Worker]]:
+    yield trio
+    BLOCK.set()
+    until(lambda: not waiting_at_gates(), "no thread waits at a gate")
 
 
 def waiting_at_gates() -> int:

@@ -63,7 +63,7 @@ def try_program(seed: int) -> str:
     try:
         found = run_on_workers(program)
     except Exception as error:
-        # What led to tensors without a gradient is run too; see `fuzz.NOT_YET`.
+        # What led to tensors without a gradient is run too; see `fuzz.comparing`.
         return "no meaning" if "modified by an inplace" in str(error) else repr(error)
     finally:
         assert time.monotonic() - started < SOON

@@ -2,25 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from gradwire import autograd, current, rpc
+from gradwire import autograd, rpc
 from gradwire.errors import GradwireError
-from gradwire.testing import cluster
 from gradwire.worker import Worker
-
-
-@pytest.fixture
-def trio() -> Iterator[list[Worker]]:
-    with cluster(3) as workers:
-        token = current.enter(workers[0])
-        yield workers
-        current.exit(token)
 
 
 def total(x: Tensor) -> Tensor:

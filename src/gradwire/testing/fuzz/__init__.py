@@ -10,11 +10,10 @@ in forked processes and notices when one hangs.
 
 from gradwire.testing.fuzz.comparing import Mismatch, check
 from gradwire.testing.fuzz.crews import Task, in_this_process, run_crews
-from gradwire.testing.fuzz.generator import NOT_YET, make_program
+from gradwire.testing.fuzz.generator import make_program
 from gradwire.testing.fuzz.programs import Program
 
 __all__ = [
-    "NOT_YET",
     "Mismatch",
     "Program",
     "Task",

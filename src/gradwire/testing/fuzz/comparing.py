@@ -1,10 +1,17 @@
-"""Running a program both ways, and cutting one down that fails."""
+"""Running a program both ways, and cutting one down that fails.
+
+In one thing a pass does not do what torch does in one process: behind a gate it cannot be known
+beforehand which tensors of a message get no gradient, and what led to them is run without one. So
+leaves may get zeros instead of None, hooks may be called with None or zeros, and what was changed
+in place since it was saved may be found to be changed. Only a `strict` comparison counts that as a
+difference; others take zeros for None, and compare what hooks saw by its sum.
+"""
 
 from __future__ import annotations
 
 import time
 import traceback
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Literal
 
@@ -12,7 +19,7 @@ import torch
 from torch import Tensor
 
 from gradwire.testing.fuzz.distributed import run_on_workers
-from gradwire.testing.fuzz.generator import NOT_YET, make_program
+from gradwire.testing.fuzz.generator import make_program
 from gradwire.testing.fuzz.local import Outcome, run_locally
 from gradwire.testing.fuzz.programs import Body, Precision, Program, Step, blank
 from gradwire.testing.fuzz.running import Report
@@ -20,27 +27,27 @@ from gradwire.testing.fuzz.running import Report
 _TOLERANCES: dict[Precision, float] = {"float64": 1e-9, "float32": 1e-3, "bfloat16": 0.1}
 _SHRINKING_SECONDS = 20.0
 
-#: The gradients were compared; there were none; torch itself refuses the program.
-Verdict = Literal["equal", "no gradients", "no meaning"]
+#: The gradients were compared; there were none; torch itself refuses the program; only workers
+#: find that something was changed in place (see above).
+Verdict = Literal["equal", "no gradients", "no meaning", "refused by workers"]
 
 
 class Mismatch(AssertionError):
     """A program came to different things in one process and on workers."""
 
 
-def check(seed: int, workers: int, tried: Collection[str] = ()) -> Verdict:
+def check(seed: int, workers: int, *, strict: bool = False) -> Verdict:
     """Run the program of a seed in this process and on the current group of workers. Raises
     `Mismatch` with the seed and the program when they differ."""
-    program = make_program(seed, workers, tried)
-    complaint, verdict = judge(program, tried)
+    program = make_program(seed, workers)
+    complaint, verdict = judge(program, strict=strict)
     if complaint:
         raise Mismatch(f"seed {seed}, {workers} workers: {complaint}\n{program}")
     return verdict
 
 
-def judge(program: Program, tried: Collection[str] = ()) -> tuple[str, Verdict]:
+def judge(program: Program, *, strict: bool = False) -> tuple[str, Verdict]:
     """What is wrong with a program, or an empty string."""
-    strict = "none" not in NOT_YET or "none" in tried
     try:
         expected = run_locally(program)
     except RuntimeError:
@@ -49,7 +56,7 @@ def judge(program: Program, tried: Collection[str] = ()) -> tuple[str, Verdict]:
         found = run_on_workers(program)
     except Exception as error:
         if not strict and "modified by an inplace operation" in str(error):
-            return "", "no meaning"
+            return "", "refused by workers"
         return f"raised on workers only:\n{traceback.format_exc()}", "equal"
     complaint = next(differences(program, expected, found, strict), "")
     return complaint, "equal" if expected.differentiated else "no gradients"

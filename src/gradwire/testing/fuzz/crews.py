@@ -17,7 +17,7 @@ import tempfile
 import time
 import traceback
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
@@ -48,7 +48,7 @@ class Task:
     transport: str = "memory"
     #: How long a program may take.
     timeout: float = 60.0
-    tried: Collection[str] = ()
+    strict: bool = False
 
 
 @dataclass
@@ -150,13 +150,13 @@ class _Crew:
             return f"while starting: {text}"
         command = f"--seed {self._seed} --programs 1 --workers {task.workers}"
         command += f" --transport {task.transport}" + " --processes" * task.processes
-        command += "".join(f' --try "{name}"' for name in task.tried)
+        command += " --strict" * task.strict
         return f"seed {self._seed}: {text}\n(again: python -m gradwire.testing.fuzz {command})"
 
     def _program(self) -> str:
         if self._seed is None:
             return ""
-        return str(make_program(self._seed, self._task.workers, self._task.tried))
+        return str(make_program(self._seed, self._task.workers))
 
     def end(self) -> None:
         """End the processes, of which none should be left."""
@@ -235,15 +235,15 @@ def _be_worker(task: Task, rank: int, place: str, news: Connection) -> None:
 def _drive(task: Task, news: Connection) -> None:
     for seed in task.seeds:
         news.send(("begin", seed, ""))
-        program = make_program(seed, task.workers, task.tried)
-        complaint, verdict = judge(program, task.tried)
+        program = make_program(seed, task.workers)
+        complaint, verdict = judge(program, strict=task.strict)
         if complaint:
             news.send(("failure", seed, complaint))
 
             def fails(candidate: Program) -> bool:
                 news.send(("begin", candidate.seed, ""))
-                return bool(judge(candidate, task.tried)[0])
+                return bool(judge(candidate, strict=task.strict)[0])
 
             smaller = shrink(program, fails)
-            news.send(("smaller", seed, f"{judge(smaller, task.tried)[0]}\n{smaller}"))
+            news.send(("smaller", seed, f"{judge(smaller, strict=task.strict)[0]}\n{smaller}"))
         news.send(("end", seed, "failed" if complaint else verdict))

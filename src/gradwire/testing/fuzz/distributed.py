@@ -35,8 +35,6 @@ Run = tuple[int, int]
 _serials = itertools.count()
 _lock = threading.Lock()
 _benches: dict[tuple[Run, int], Bench] = {}
-#: `grad`, `create_graph` and `into_grad` are on their way; see `generator.NOT_YET`.
-_autograd: Any = autograd
 
 
 class RemoteWorld:
@@ -181,12 +179,9 @@ def run_on_workers(program: Program) -> Outcome:
 
 
 def _run_episode(program: Program, episode: Episode, run: Run, outcome: Outcome) -> None:
-    options = {"into_grad": True} if program.into_grad else {}
-    with _autograd.context(**options) as context_id:
+    with autograd.context(program.into_grad) as context_id:
         world = RemoteWorld(run)
         results = run_body(episode.body, [], world)
-        if not program.in_flight:
-            _finish_abandoned(program, run)
         if episode.order != "first":
             outcome.results.append([result.detach().clone() for result in results])
             outcome.differentiated |= _run_second_order(
@@ -196,8 +191,6 @@ def _run_episode(program: Program, episode: Episode, run: Run, outcome: Outcome)
             for number, found in enumerate(episode.passes):
                 if number and episode.between is not None:
                     results = results + run_body(episode.between, results, world)
-                    if not program.in_flight:
-                        _finish_abandoned(program, run)
                 retain = number + 1 < len(episode.passes)
                 if found.worker:
                     call = (context_id, results, found, retain)
@@ -237,12 +230,12 @@ def _run_second_order(
         return False
     if episode.order == "penalty":
         leaves = list(world.bench.leaves().values())
-        found = ()
+        found: tuple[Tensor | None, ...] = ()
         if leaves:
-            found = _autograd.grad(context_id, [loss], leaves, create_graph=True, allow_unused=True)
+            found = autograd.grad(context_id, [loss], leaves, create_graph=True, allow_unused=True)
         penalty = penalty_of(found, variant)
     else:
-        _autograd.backward(context_id, [loss], retain_graph=True, create_graph=True)
+        autograd.backward(context_id, [loss], retain_graph=True, create_graph=True)
         parts = _ask_all(program.workers, penalty_here, run, context_id, variant)
         penalty = sum(parts, torch.zeros((), dtype=torch.float64))
     total = finish_second_order(episode, penalty, loss, world)

@@ -17,15 +17,7 @@ from gradwire.testing.fuzz.programs import (
     Step,
     Way,
 )
-from gradwire.testing.fuzz.running import WITH_ATTRIBUTE, parameters_of
-
-#: What programs do not do yet, and why. Take a line out when the reason is gone; until then
-#: ``--try NAME`` tells whether it is.
-NOT_YET: dict[str, str] = {
-    "none": "what led to a tensor that gets no gradient is run if it was sent along with one that "
-    "does: leaves get zeros instead of None, hooks are called with None, and what was changed in "
-    "place is found to be changed. While this line is here, `comparing` lets that pass",
-}
+from gradwire.testing.fuzz.running import parameters_of
 
 #: How likely each action is, in parts of the whole.
 _WEIGHTS = {
@@ -45,26 +37,21 @@ _DTYPES_OF: dict[Precision, list[int]] = {
 }
 
 
-def make_program(seed: int, workers: int, tried: Collection[str] = ()) -> Program:
-    """The program of a seed; `tried` names what it may do although it is listed in `NOT_YET`."""
-    return _Maker(seed, workers, set(NOT_YET) - set(tried)).program()
+def make_program(seed: int, workers: int) -> Program:
+    """The program of a seed."""
+    return _Maker(seed, workers).program()
 
 
 class _Maker:
-    def __init__(self, seed: int, workers: int, without: set[str]):
+    def __init__(self, seed: int, workers: int):
         self._seed = seed
         self._workers = workers
-        self._without = without
         self._dice = random.Random(seed)
         self._key = 0
         precisions: list[Precision] = ["float64", "float32", "bfloat16"]
         self._precision = self._dice.choices(precisions, [80, 15, 5])[0]
         self._parameters = parameters_of(self._precision)
-        if "attributes" in without:
-            self._parameters.remove(WITH_ATTRIBUTE)
         self._ways: list[Way] = list(get_args(Way))
-        if "sparse arguments" in without:
-            self._ways.remove("sparse")
         #: How many calls there may still be: most programs are small, a few are large.
         self._calls = self._dice.choice([2, 4, 4, 8, 8, 16])
         #: Whether calls may be left that nobody waits for.
@@ -72,18 +59,14 @@ class _Maker:
         self._leave_out(set())
 
     def _leave_out(self, actions: set[str]) -> None:
-        left = {
-            action: weight
-            for action, weight in _WEIGHTS.items()
-            if action not in self._without and action not in actions
-        }
+        left = {action: weight for action, weight in _WEIGHTS.items() if action not in actions}
         self._actions, self._chances = list(left), list(left.values())
 
     def _chance(self, probability: float) -> bool:
         return self._dice.random() < probability
 
     def program(self) -> Program:
-        into_grad = self._chance(0.2) and "into_grad" not in self._without
+        into_grad = self._chance(0.2)
         episodes = [self._episode(into_grad)]
         if self._chance(0.1):
             episodes.append(self._episode(into_grad))
@@ -93,23 +76,17 @@ class _Maker:
             tuple(episodes),
             self._precision,
             into_grad,
-            "in flight" not in self._without,
         )
 
     def _episode(self, into_grad: bool) -> Episode:
         order: Order = "first"
-        if self._chance(0.25) and "second order" not in self._without:
+        if self._chance(0.25):
             # What accumulates in place in `.grad` spoils the graph of gradients, locally too.
             order = "penalty" if into_grad else self._dice.choice(["penalty", "create"])
         passes, between = [self._pass()], None
         if order == "first" and self._chance(0.3):
             passes.append(self._pass())
-        if order != "first":
-            self._leave_out(_FIRST_ORDER_ONLY)
-        elif len(passes) > 1 and "sparse sums" in self._without:
-            self._leave_out({"lookup"})
-        else:
-            self._leave_out(set())
+        self._leave_out(set() if order == "first" else _FIRST_ORDER_ONLY)
         body = self._body(0, 0, depth=3, least=1)
         if self._chance(0.5):
             if len(passes) > 1:

@@ -104,7 +104,6 @@ class Program:
     #: Whether gradients go to `.grad` instead of into the contexts.
     into_grad: bool = False
     #: Whether calls that nobody waits for may still be under way during a pass.
-    in_flight: bool = True
 
     def steps(self) -> Iterator[Step]:
         """All steps, however deep."""
