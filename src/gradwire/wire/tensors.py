@@ -29,6 +29,8 @@ _CODES: dict[torch.dtype, int] = {
     dtype: code for code, dtype in enumerate(_DTYPES) if dtype is not None
 }
 
+_COMPLEX = frozenset(code for dtype, code in _CODES.items() if dtype.is_complex)
+
 #: The dtypes that travel as they are.
 DTYPES = tuple(_CODES)
 
@@ -37,36 +39,42 @@ PARAMETER = 2
 SPREAD = 4
 _SMALL_SPAN = 256
 
-# (dtype code, shape, strides or None when contiguous, REQUIRES_GRAD | PARAMETER | SPREAD)
-Dense = tuple[int, tuple[int, ...], "tuple[int, ...] | None", int]
+# (dtype code, shape, strides or None when contiguous, REQUIRES_GRAD | PARAMETER | SPREAD, elements)
+Described = tuple[int, tuple[int, ...], "tuple[int, ...] | None", int, Tensor]
 
 _COMPRESSED = {torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc}
 
 
-def describe(tensor: Tensor) -> tuple[Dense, Tensor] | None:
-    """Describe a dense tensor in main memory, None for others; the second result holds exactly the
-    elements to send."""
+def describe(tensor: Tensor) -> Described | None:
+    """Describe a dense tensor in main memory, None for others; the last part of it is a tensor with
+    exactly the elements to send."""
     code = _CODES.get(tensor.dtype)
     if code is None or tensor.layout is not torch.strided or not tensor.is_cpu:
         return None
     flags = REQUIRES_GRAD if tensor.requires_grad else 0
     if type(tensor) is torch.nn.Parameter:
         flags |= PARAMETER
-    if tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg():
-        return (code, tuple(tensor.shape), None, flags), tensor
+    lazy = tensor.is_neg() or (code in _COMPLEX and tensor.is_conj())
+    if tensor.is_contiguous() and not lazy:
+        return code, tuple(tensor.shape), None, flags, tensor
     tensor = tensor.detach().resolve_conj().resolve_neg()
     shape, strides = tuple(tensor.shape), tensor.stride()
     span = 1 + sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True))
     if 0 < span <= tensor.numel():
-        return (code, shape, strides, flags), tensor.as_strided((span,), (1,))
+        return code, shape, strides, flags, tensor.as_strided((span,), (1,))
     if 0 < span <= _SMALL_SPAN and 0 not in strides:
-        return (code, shape, strides, flags | SPREAD), tensor
-    return (code, shape, None, flags), tensor
+        return code, shape, strides, flags | SPREAD, tensor
+    return code, shape, None, flags, tensor
 
 
-def rebuild(memory: bytearray | Tensor, dense: Dense) -> Tensor:
+def rebuild(
+    memory: bytearray | Tensor,
+    code: int,
+    shape: tuple[int, ...],
+    strides: tuple[int, ...] | None,
+    flags: int,
+) -> Tensor:
     """The tensor again, over `memory` itself: a byte buffer that nobody else will write to."""
-    code, shape, strides, flags = dense
     dtype = _DTYPES[code]
     if dtype is None:
         raise ValueError(f"this torch has no dtype {_DTYPE_NAMES[code]}")
@@ -87,15 +95,17 @@ def rebuild(memory: bytearray | Tensor, dense: Dense) -> Tensor:
             tensor.copy_(flat.view(shape))
         else:
             tensor = flat.as_strided(shape, strides).detach()
+    if not flags & (PARAMETER | REQUIRES_GRAD):
+        return tensor
     if flags & PARAMETER:
         return torch.nn.Parameter(tensor, requires_grad=bool(flags & REQUIRES_GRAD))
-    return tensor.requires_grad_() if flags & REQUIRES_GRAD else tensor
+    return tensor.requires_grad_()
 
 
-def small_bytes(flat: Tensor) -> bytearray:
+def small_bytes(flat: Tensor, size: int) -> bytearray:
     """A copy of the elements as bytes. For small tensors: it holds the interpreter meanwhile."""
     flat = flat.contiguous()
-    return bytearray(ctypes.string_at(flat.data_ptr(), flat.nbytes))
+    return bytearray(ctypes.string_at(flat.data_ptr(), size))
 
 
 def take_apart(tensor: Tensor) -> tuple[Any, ...] | None:

@@ -10,13 +10,13 @@ that require gradients in the order they were met, which is the same on both sid
 
 from __future__ import annotations
 
-import contextlib
+import copyreg
 import io
 import pickle
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
-from types import FunctionType
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -31,7 +31,6 @@ INLINE_BYTES = 8192
 
 Passenger = Callable[["WorkerInfo | None"], None]
 
-_AS_IT_IS = contextlib.nullcontext()
 _MARK = pickle.PickleBuffer(bytearray())
 
 
@@ -53,16 +52,18 @@ class Encoded:
             passenger(where)
 
 
-@dataclass(slots=True)
 class Decoding:
     """What comes to light while a value is decoded."""
 
-    #: The codec that decodes, for functions that rebuild a taught type.
-    codec: Codec
-    #: What every tensor that requires gradients goes through, in the order the sender met them.
-    arrival: Callable[[Tensor], Tensor] | None = None
-    #: What must be waited for before the value may be used; rooms above append to it.
-    unsettled: list[Any] = field(default_factory=list)
+    __slots__ = ("arrival", "codec", "unsettled")
+
+    def __init__(self, codec: Codec, arrival: Callable[[Tensor], Tensor] | None):
+        #: The codec that decodes, for functions that rebuild a taught type.
+        self.codec = codec
+        #: What every tensor that requires gradients goes through, in the order the sender met them.
+        self.arrival = arrival
+        #: What must be waited for before the value may be used; rooms above append to it.
+        self.unsettled: list[Any] = []
 
 
 class _Current(threading.local):
@@ -93,59 +94,88 @@ def current_decoding() -> Decoding:
 
 
 class _Encoder(pickle.Pickler):
-    def __init__(self, stream: io.BytesIO, codec: Codec):
-        super().__init__(stream, 5, buffer_callback=self._in_stream)
-        self._codec = codec
-        self.buffers: list[Tensor] = []
-        self.differentiable: list[Tensor] = []
+    """Writes one value after the other: making one takes longer than most values do."""
+
+    #: An encoder that has written more keeps too much memory to be used again.
+    reusable_up_to = 1 << 16
+
+    def __init__(self, codec: Codec):
+        self._stream = io.BytesIO()
+        super().__init__(self._stream, 5, buffer_callback=self._in_stream)
+        self.reducers = _Reducers(self._reduce_tensor)
+        for kind, (name, take_apart) in codec.taught.items():
+            self.reducers[kind] = partial(_reduce_taught, name, take_apart)
+        self.dispatch_table = self.reducers
+        self._buffers: list[Tensor] = []
+        self._differentiable: list[Tensor] = []
 
     @staticmethod
     def _in_stream(buffer: pickle.PickleBuffer) -> bool:
-        """Everything but our own marks: what they stand for is in `buffers`."""
+        """Everything but our own marks: what they stand for is in `_buffers`."""
         return buffer is not _MARK
 
-    def reducer_override(self, obj: Any) -> Any:
-        kind = type(obj)
-        if kind is FunctionType:
-            return NotImplemented  # by its name; asked first, as every call has one
-        if kind is Tensor or isinstance(obj, Tensor):
-            return self._reduce_tensor(obj)
-        taught = self._codec.taught.get(kind)
-        if taught is not None:
-            name, take_apart = taught
-            return _rebuild, (name, take_apart(obj))
-        if kind in _OPERATORS:
-            return _operator, (str(obj),)
-        return NotImplemented
+    def encode(self, value: Any, passengers: Sequence[Passenger]) -> Encoded:
+        self.dump(value)
+        encoded = Encoded(self._stream.getvalue(), self._buffers, self._differentiable, passengers)
+        self._buffers, self._differentiable = [], []
+        self._stream.seek(0)
+        self._stream.truncate()
+        self.clear_memo()
+        return encoded
 
     def _reduce_tensor(self, tensor: Tensor) -> Any:
         kind = type(tensor)
         if kind is Tensor or kind is torch.nn.Parameter:
             described = wire_tensors.describe(tensor)
             if described is not None:
-                dense, flat = described
-                if dense[3] & wire_tensors.REQUIRES_GRAD:
-                    self.differentiable.append(tensor)
+                code, shape, strides, flags, flat = described
+                if flags & wire_tensors.REQUIRES_GRAD:
+                    self._differentiable.append(tensor)
+                size = flat.nbytes
                 memory: Any = _MARK
-                if flat.nbytes <= INLINE_BYTES:
-                    memory = wire_tensors.small_bytes(flat)
+                if size <= INLINE_BYTES:
+                    memory = wire_tensors.small_bytes(flat, size)
                 else:
-                    self.buffers.append(flat.detach())
-                if kind is not Tensor and tensor.__dict__:
-                    return _dense, (memory, dense, tensor.__dict__)
-                return _dense, (memory, dense)
+                    self._buffers.append(flat.detach())
+                if kind is Tensor:
+                    if strides is None:
+                        return _dense, (memory, code, shape, flags)
+                    return _dense, (memory, code, shape, flags, strides)
+                return _dense, (memory, code, shape, flags, strides, tensor.__dict__)
             # Of other parameters torch sends the data, which comes by here again.
             parts = wire_tensors.take_apart(tensor) if kind is Tensor else None
             if parts is not None:
                 if tensor.requires_grad:
-                    self.differentiable.append(tensor)
+                    self._differentiable.append(tensor)
                 return _sparse, parts
         if not tensor.is_cpu and not tensor.is_meta:
             raise EncodingError(
                 f"a tensor on {tensor.device} cannot be sent: move it to the CPU first "
                 "(tensor.cpu())"
             )
-        return NotImplemented  # subclasses and rare layouts: as torch pickles them
+        reduced: Any = tensor.__reduce_ex__(5)  # type: ignore[no-untyped-call]
+        return reduced  # subclasses and rare layouts: as torch pickles them
+
+
+class _Reducers(dict[type, Callable[[Any], Any]]):
+    """How instances of a type are taken apart: found by the type alone, so that whatever needs no
+    help from here costs nothing."""
+
+    def __init__(self, reduce_tensor: Callable[[Tensor], Any]):
+        super().__init__(dict.fromkeys((Tensor, torch.nn.Parameter), reduce_tensor))
+        super().update(dict.fromkeys(_OPERATORS, _reduce_operator))
+        self._reduce_tensor = reduce_tensor
+
+    def __missing__(self, kind: type) -> Any:
+        return self._reduce_tensor if issubclass(kind, Tensor) else copyreg.dispatch_table[kind]
+
+
+def _reduce_taught(name: str, take_apart: Callable[[Any], Any], obj: Any) -> Any:
+    return _rebuild, (name, take_apart(obj))
+
+
+def _reduce_operator(operator: Any) -> Any:
+    return _operator, (str(operator),)
 
 
 _OPERATORS = frozenset({torch._ops.OpOverload, torch._ops.OpOverloadPacket})
@@ -163,22 +193,31 @@ def _rebuild(name: str, parts: Any) -> Any:
     return current_decoding().codec.builders[name](parts)
 
 
-def _dense(memory: Any, dense: wire_tensors.Dense, attributes: Any = None) -> Tensor:
-    tensor = _arrive(wire_tensors.rebuild(memory, dense))
+def _dense(
+    memory: Any,
+    code: int,
+    shape: tuple[int, ...],
+    flags: int,
+    strides: tuple[int, ...] | None = None,
+    attributes: Any = None,
+) -> Tensor:
+    tensor = wire_tensors.rebuild(memory, code, shape, strides, flags)
+    if flags & wire_tensors.REQUIRES_GRAD:
+        tensor = _arrive(tensor)
     if attributes:
         tensor.__dict__.update(attributes)
     return tensor
 
 
 def _sparse(*parts: Any) -> Tensor:
-    return _arrive(wire_tensors.put_together(*parts))
+    tensor = wire_tensors.put_together(*parts)
+    return _arrive(tensor) if tensor.requires_grad else tensor
 
 
 def _arrive(tensor: Tensor) -> Tensor:
-    if tensor.requires_grad:
-        decoding = _current.decoding
-        if decoding is not None and decoding.arrival is not None:
-            return decoding.arrival(tensor)
+    decoding = _current.decoding
+    if decoding is not None and decoding.arrival is not None:
+        return decoding.arrival(tensor)
     return tensor
 
 
@@ -188,7 +227,9 @@ class Codec:
     def __init__(self, *, closures: bool = False):
         self.taught: dict[type, tuple[str, Callable[[Any], Any]]] = {}
         self.builders: dict[str, Callable[[Any], Any]] = {}
-        self._pickler = _closure_encoder() if closures else _Encoder
+        self._make_encoder = _closure_encoder() if closures else _Encoder
+        #: Encoders that nobody uses just now.
+        self._encoders: list[_Encoder] = []
 
     def teach(
         self,
@@ -202,21 +243,26 @@ class Codec:
         does, `current_decoding` is where it can leave what must be waited for."""
         self.taught[kind] = (name, take_apart)
         self.builders[name] = rebuild
+        self._encoders.clear()  # those there are do not know it
 
     def encode(self, value: Any) -> Encoded:
-        stream = io.BytesIO()
-        encoder = self._pickler(stream, self)
+        try:
+            encoder = self._encoders.pop()
+        except IndexError:
+            encoder = self._make_encoder(self)
         passengers: list[Passenger] = []
         outer, _current.passengers = _current.passengers, passengers
         try:
-            encoder.dump(value)
+            encoded = encoder.encode(value, passengers)
         except BaseException:
             for passenger in passengers:
                 passenger(None)
-            raise
+            raise  # and the encoder, in the middle of something, is not used again
         finally:
             _current.passengers = outer
-        return Encoded(stream.getvalue(), encoder.buffers, encoder.differentiable, passengers)
+        if len(encoded.payload) <= encoder.reusable_up_to:
+            self._encoders.append(encoder)
+        return encoded
 
     def decode(
         self,
@@ -227,9 +273,11 @@ class Codec:
         decoding = Decoding(self, arrival)
         outer, _current.decoding = _current.decoding, decoding
         try:
-            # A thread may decode for others while it is in somebody's inference_mode.
-            with torch.inference_mode(False) if torch.is_inference_mode_enabled() else _AS_IT_IS:
-                return pickle.loads(payload, buffers=buffers), decoding
+            if torch.is_inference_mode_enabled():
+                # A thread may decode for others while it is in somebody's inference_mode.
+                with torch.inference_mode(False):
+                    return pickle.loads(payload, buffers=buffers), decoding
+            return pickle.loads(payload, buffers=buffers), decoding
         finally:
             _current.decoding = outer
 
@@ -291,10 +339,11 @@ def _closure_encoder() -> type[_Encoder]:
         ) from error
 
     class ClosureEncoder(_Encoder, cloudpickle.Pickler):  # type: ignore[misc]
+        reusable_up_to = -1  # it remembers the namespaces of functions by their addresses
+
         def reducer_override(self, obj: Any) -> Any:
-            reduced = _Encoder.reducer_override(self, obj)
-            if reduced is NotImplemented:
-                return cloudpickle.Pickler.reducer_override(self, obj)
-            return reduced
+            if type(obj) in self.reducers or isinstance(obj, Tensor):
+                return self.reducers[type(obj)](obj)
+            return cloudpickle.Pickler.reducer_override(self, obj)
 
     return ClosureEncoder
