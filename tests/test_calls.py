@@ -627,7 +627,7 @@ class Postmark(Interceptor):
         tags["from"] = self.name
         self.log.append(f"{self.name} sends {len(tensors)} to {to.name} for {what.__name__}")
 
-    def arriving(self, tags: dict[str, Any]) -> Any:
+    def arriving(self, sender: int, tags: dict[str, Any]) -> Any:
         self.log.append(f"{self.name} gets something of {tags['from']}")
         return self.double
 

@@ -247,7 +247,7 @@ class Agent:
         if kind == Kind.EXCEPTION:
             raise decode_exception(self.codec, payload, call.reply.buffers, by.name)
         try:
-            value, unsettled = self.decode(payload, call.reply.buffers, tags)
+            value, unsettled = self.decode(payload, call.reply.buffers, by.id, tags)
         except Exception as error:
             raise RemoteError(
                 f"the result of {call.name} on worker {by.name!r} cannot be read here: {error!r}",
@@ -258,18 +258,17 @@ class Agent:
         return value, unsettled
 
     def decode(
-        self, payload: memoryview, buffers: Sequence[Tensor], tags: Tags | None
+        self, payload: memoryview, buffers: Sequence[Tensor], sender: int, tags: Tags | None
     ) -> tuple[Any, list[Any]]:
         """A value that has arrived, and what must be waited for before it is used."""
         arrival = None
         if tags:
             try:
                 for interceptor in self.interceptors:
-                    arrival = interceptor.arriving(tags) or arrival
+                    arrival = interceptor.arriving(sender, tags) or arrival
             except Exception:
-                self.codec.decode(
-                    payload, buffers
-                )  # references in it must be dropped in good order
+                # References in it must be dropped in good order.
+                self.codec.decode(payload, buffers)
                 raise
         value, decoding = self.codec.decode(payload, buffers, arrival)
         return value, decoding.unsettled
@@ -316,7 +315,7 @@ class Agent:
             request.fail(NotImplementedError(f"this worker cannot serve kind {request.kind}"))
             return
         if runs_user_code:
-            self.executor.run(lambda: self._run(handler, request))
+            self.executor.run(self._run, handler, request)
         else:
             self._run(handler, request)
 

@@ -71,7 +71,7 @@ class Calls:
         `deliver`, or its error to `fail`, perhaps much later and from another thread."""
         try:
             (func, args, kwargs), unsettled = self._agent.decode(
-                request.payload, request.buffers, request.tags
+                request.payload, request.buffers, request.caller.id, request.tags
             )
         except (AttributeError, ImportError) as error:
             unknown = EncodingError(
@@ -151,15 +151,18 @@ class _Run:
             self.agent.executor.submit(lambda: self.agent.run_in_context(self.start))
 
     def start(self) -> None:
+        surroundings = None
         try:
-            around = [interceptor.serving(self.request) for interceptor in self.agent.interceptors]
-            if any(around):
-                with ExitStack() as stack:
-                    for surrounding in filter(None, around):
-                        stack.enter_context(surrounding)
-                    self._run()
-            else:
+            for interceptor in self.agent.interceptors:
+                surrounding = interceptor.serving(self.request)
+                if surrounding is not None:
+                    surroundings = surroundings or ExitStack()
+                    surroundings.enter_context(surrounding)
+            if surroundings is None:
                 self._run()
+            else:
+                with surroundings:
+                    self._run()
         except BaseException as error:
             self._fail(error)
 

@@ -20,7 +20,9 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
+from functools import partial
 from threading import get_ident
+from typing import Any
 
 import torch
 
@@ -99,15 +101,15 @@ class Executor:
         if member is not None:
             member.remainder = remainder
 
-    def run(self, work: Callable[[], None]) -> None:
+    def run(self, work: Callable[..., None], *args: Any) -> None:
         """Run a user function here and now, or when there is room for it. For the leader."""
         if self._counted >= self._limit:
             with self._lock:  # nobody may finish between the look and the note
                 if self._counted >= self._limit:
-                    self._backlog.append(work)
+                    self._backlog.append(partial(work, *args))
                     return
         self._step += 1
-        work()
+        work(*args)
 
     def hand_over(self) -> None:
         """Give up the lead before something that may take long, but go on working."""

@@ -27,8 +27,8 @@ class Interceptor:
     def leaving(self, to: WorkerInfo, what: Any, tensors: Sequence[Tensor], tags: Tags) -> None:
         """A call of `what` is about to leave."""
 
-    def arriving(self, tags: Tags) -> Arrival | None:  # noqa: ARG002
-        """A call or a result with tags has arrived and is about to be decoded."""
+    def arriving(self, sender: int, tags: Tags) -> Arrival | None:  # noqa: ARG002
+        """A call or a result with tags has arrived from a worker and is about to be decoded."""
         return None
 
     def serving(self, request: Request) -> AbstractContextManager[object] | None:  # noqa: ARG002

@@ -80,7 +80,8 @@ class OpenCall:
         """Let those who wait for it go on."""
         self.finished = True
         self.future = None  # it knows this call: do not leave a cycle behind
-        self.open_gate()
+        if self.gate is not None:
+            self.open_gate()
 
     def open_gate(self) -> None:
         gate = self.gate
@@ -185,7 +186,8 @@ class Link:
             if not isinstance(error, Exception):
                 self.end("a thread that was sending on it was interrupted")
             raise
-        encoded.tell_passengers(self.to)
+        if encoded.passengers:
+            encoded.tell_passengers(self.to)
         if self.end_reason is not None:
             self._fail_all(self.end_reason)  # it ended before this call was among the open ones
         if call.future is not None and not self._armed and not self._caller_reads:
@@ -233,7 +235,8 @@ class Link:
             return
         aside = self._executor.step_aside()
         try:
-            self._flush()
+            if self._flush_due:
+                self._flush()
             while not call.finished:
                 if call.id in self._open and self.connection.begin_reading():
                     self._read_answer_of(call)

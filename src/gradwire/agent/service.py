@@ -32,7 +32,7 @@ _REMEMBERED_CALLS = 1024
 class Request:
     """A call from another worker, to be answered exactly once, now or later."""
 
-    __slots__ = ("buffers", "id", "kind", "payload", "service", "subject", "tags")
+    __slots__ = ("buffers", "caller", "id", "kind", "payload", "service", "subject", "tags")
 
     def __init__(
         self,
@@ -44,6 +44,7 @@ class Request:
         buffers: Sequence[Tensor],
     ):
         self.service = service
+        self.caller = service.caller
         self.kind = kind
         self.id = id
         self.tags = tags
@@ -52,13 +53,9 @@ class Request:
         #: What is called: a function, once that is known.
         self.subject: Any = ""
 
-    @property
-    def caller(self) -> WorkerInfo:
-        return self.service.caller
-
     def decode(self) -> Any:
         """The value that came with the request, for messages that carry nothing to wait for."""
-        return self.service.agent.decode(self.payload, self.buffers, self.tags)[0]
+        return self.service.agent.decode(self.payload, self.buffers, self.caller.id, self.tags)[0]
 
     def answer(self, value: Any) -> None:
         """Send back a value; if it cannot be sent, an error that says so."""
@@ -177,7 +174,8 @@ class Service:
             if not self._send_with_others(frame):
                 self._last_sent = time.perf_counter()
                 self._connection.send(frame, self.agent.executor.hand_over)
-            encoded.tell_passengers(self.caller)
+            if references:
+                encoded.tell_passengers(self.caller)
         except ConnectionClosed:
             encoded.tell_passengers(None)
             self.close()  # the caller is gone and has been told so on its own side

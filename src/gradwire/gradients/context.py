@@ -61,6 +61,8 @@ class Context:
         self.passes: dict[int, Pass] = {}
         #: Passes that are over: why they have failed, or None.
         self._ended: dict[int, Reason | None] = {}
+        #: The passes known to have succeeded.
+        self.successes: tuple[int, ...] = ()
         #: Passes that may still change `.grad` here, or undo what they have changed.
         self.writers: set[Pass] = set()
         #: The name of a worker that took part, and is gone with what it had recorded.
@@ -74,27 +76,24 @@ class Context:
 
     def send(self, to: int, tensors: Sequence[Tensor], about: Any) -> int:
         """Record a message that leaves; returns its id, 0 if it has nothing to differentiate."""
+        self.known.add(to)
         if not tensors:
-            self.known.add(to)
             return 0
-        send = Send(self._messages.next(), to, tensors, about)
-        with self.lock:
+        if self.released:
             self._check()
-            self.sends[send.id] = send
-            self.known.add(to)
+        send = Send(self._messages.next(), to, tensors, about)
+        self.sends[send.id] = send
         return send.id
 
     def receive(self, id: int, sender: int) -> Callable[[Tensor], Tensor] | None:
         """Record a message that arrives; returns what its tensors that require gradients must go
         through."""
+        self.known.add(sender)
         if not id:
-            self.known.add(sender)
             return None
-        recv = Recv(id, sender)
-        with self.lock:
+        if self.released:
             self._check()
-            self.recvs[id] = recv
-            self.known.add(sender)
+        recv = self.recvs[id] = Recv(id, sender)
         return recv.take
 
     def add_gradients(self, gradients: list[tuple[Tensor, Tensor]]) -> None:
@@ -125,7 +124,10 @@ class Context:
         """Remember how a pass has ended, to pass it on, and so that a late message does not start
         it anew; also one that this worker had no part in."""
         with self.lock:
-            self._ended.setdefault(id, reason)
+            if id not in self._ended:
+                self._ended[id] = reason
+                if reason is None:
+                    self.successes += (id,)
 
     def has_succeeded(self, id: int) -> bool:
         """Whether a pass has succeeded; waits for the end of one that is just ending."""
@@ -135,15 +137,12 @@ class Context:
             ending.wait_until_over()
         return id in self._ended and self._ended[id] is None
 
-    def successes(self) -> tuple[int, ...]:
-        """The passes known to have succeeded."""
-        return tuple(id for id, reason in self._ended.items() if reason is None)
-
     def failures(self) -> tuple[int, ...]:
         """The passes known to have failed."""
         return tuple(id for id, reason in self._ended.items() if reason is not None)
 
     def _check(self) -> None:
+        """(What is recorded in the moment of the release goes with the context.)"""
         if self.released:
             raise GradwireError(f"autograd context {self.id} was released while it was in use")
 

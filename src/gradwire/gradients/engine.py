@@ -28,9 +28,9 @@ from gradwire.wire.values import Encoded
 
 TAG = "autograd"
 
-# (context id, id of the send or 0, id of the worker that sends, passes of the context that have
-# succeeded, other contexts that were released)
-Tag = tuple[int, int, int, "tuple[int, ...]", "list[int]"]
+# (context id, id of the send or 0, passes of the context that have succeeded, other contexts that
+# were released)
+Tag = tuple[int, int, "tuple[int, ...]", "Sequence[int]"]
 
 #: How long released contexts are collected before other workers are told in a message.
 _CLEANUP_SECONDS = 0.2
@@ -122,8 +122,8 @@ class Engine:
     ) -> None:
         """Record a message that leaves, and have it say so."""
         message = context.send(to, tensors, about)
-        released = self.take_released(to)
-        tags[TAG] = (context.id, message, self.agent.info.id, context.successes(), released)
+        released = self._take_released(to) if to in self.released_for else ()
+        tags[TAG] = (context.id, message, context.successes, released)
 
     def _serve(self, request: Request) -> None:
         context_id, pass_id, how, news, failed = request.decode()
@@ -257,10 +257,8 @@ class Engine:
             if due:
                 self.agent.clock.later(_CLEANUP_SECONDS, self._send_cleanups)
 
-    def take_released(self, worker: int) -> list[int]:
+    def _take_released(self, worker: int) -> list[int]:
         """The released contexts a worker has not been told of yet."""
-        if worker not in self.released_for:
-            return []
         with self._lock:
             return self.released_for.pop(worker, [])
 

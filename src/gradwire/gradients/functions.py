@@ -10,15 +10,16 @@ An *end* hangs on a tensor that has left (a leaf is its own end): giving it a gr
 backward goes on from there. An *anchor* is the node that a tensor which arrived comes from: what
 backward brings it is what has to be sent to the end.
 
-Both are made by an operation of torch that gives a tensor the memory of another, like a view, but
-without autograd taking it for one: what is done in place later, to either of them, is nothing to
-the other's history.
+Both are *twins*: of small tensors a copy, of large ones what an operation of torch makes that gives
+a tensor the memory of another, like a view, but without autograd taking it for one. What is done in
+place later, to either of them, is nothing to the other's history.
 """
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -28,36 +29,47 @@ from torch.autograd.graph import GradientEdge
 Gradients = Sequence["Tensor | None"]
 
 _alias = torch.ops.aten._unsafe_view.default._op
-#: Of larger tensors no memory is held on to.
+_strided = torch.strided
+#: To copy this much is faster than not to.
 _SMALL_BYTES = 4096
 
 
-def _like(tensor: Tensor) -> Tensor:
-    alias: Tensor
-    if torch.is_grad_enabled() and tensor.layout is torch.strided:
-        alias = _alias(tensor, tensor.shape)
-        return alias
-    # Whatever mode the calling code is in.
-    with torch.inference_mode(False), torch.enable_grad():
-        strided = tensor.layout is torch.strided
-        alias = _alias(tensor, tensor.shape) if strided else tensor.clone()
-    return alias
+def _is_large(tensor: Tensor) -> bool:
+    return tensor.layout is _strided and tensor.nbytes > _SMALL_BYTES
+
+
+def _twin(tensor: Tensor) -> Tensor:
+    """A tensor that comes from another, and is equal to it."""
+    if torch.is_grad_enabled():
+        twin: Tensor = _alias(tensor, tensor.shape) if _is_large(tensor) else tensor.clone()
+        return twin
+    with torch.inference_mode(False), torch.enable_grad():  # whatever the calling code is in
+        return _twin(tensor)
 
 
 def _let_go_of_memory(tensor: Tensor) -> None:
     """Keep the place in the graph; the elements are not needed there."""
-    if tensor.layout is torch.strided and tensor.nbytes > _SMALL_BYTES:
+    if _is_large(tensor):
         tensor.data = tensor.data.new_empty(())
 
 
 def edge_behind(node: Any) -> GradientEdge:
-    """Where an alias leads to."""
-    return GradientEdge(*node.next_functions[0])
+    """Where a twin leads to."""
+    return _edge(node.next_functions[0])
+
+
+def edge_at(node: Any) -> GradientEdge:
+    """Where gradients of a twin come to."""
+    return _edge((node, 0))
+
+
+#: Makes an edge of the two in a tuple, as the class would, without a detour through Python.
+_edge: Callable[[tuple[Any, int]], GradientEdge] = partial(tuple.__new__, GradientEdge)
 
 
 def edge_of_leaf(leaf: Tensor) -> GradientEdge:
     """Where the gradient of a leaf goes. torch itself says so only of what it can make views of."""
-    return edge_behind(_like(leaf).grad_fn)
+    return edge_behind(_twin(leaf).grad_fn)
 
 
 class Send:
@@ -70,10 +82,13 @@ class Send:
         self.to = to
         #: What has answered, or in a tuple what was called; for errors.
         self.about = about
-        self.ends = [tensor if tensor.grad_fn is None else _like(tensor) for tensor in tensors]
-        for end in self.ends:
-            if end.grad_fn is not None:
+        self.ends: list[Tensor] = []
+        for tensor in tensors:
+            end = tensor
+            if not tensor.is_leaf:
+                end = _twin(tensor)
                 _let_go_of_memory(end)
+            self.ends.append(end)
 
     def target(self, position: int) -> Tensor | GradientEdge:
         """What the gradient of one of the tensors goes into."""
@@ -94,7 +109,7 @@ class Recv:
     def take(self, tensor: Tensor) -> Tensor:
         """One of its tensors, a leaf; gives the one that user code gets to see."""
         tensor._backward_hooks = _LEAF_HOOKS
-        arrived = _like(tensor)
+        arrived = _twin(tensor)
         self.anchors.append(arrived.grad_fn)
         _let_go_of_memory(tensor)
         return arrived

@@ -33,11 +33,11 @@ class Recorder(Interceptor):
             # What runs elsewhere is told by a tuple from what has run here.
             self._engine.tag(tags, self._contexts.get_or_create(id), to.id, (what,), tensors)
 
-    def arriving(self, tags: Tags) -> Arrival | None:
+    def arriving(self, sender: int, tags: Tags) -> Arrival | None:
         tag: Tag | None = tags.get(TAG)
         if tag is None:
             return None
-        id, message, sender, successes, released = tag
+        id, message, successes, released = tag
         for gone in released:
             self._engine.release(gone, sender)
         context = self._contexts.get_or_create(id)

@@ -16,7 +16,14 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge
 from torch.autograd.variable import Variable
 
-from gradwire.gradients.functions import Gradients, Send, edge_behind, make_gate, running
+from gradwire.gradients.functions import (
+    Gradients,
+    Send,
+    edge_at,
+    edge_behind,
+    make_gate,
+    running,
+)
 from gradwire.gradients.graph import Anchor, Region, Root, is_loose, lift_nodes
 from gradwire.gradients.ledger import OPEN, How, Ledger
 
@@ -72,9 +79,7 @@ class Run:
             handles = [_watch(anchor, deliver) for anchor in self.anchors]
         behind = self._gates and not into_grad
         edges = [
-            edge_behind(recv.anchors[position])
-            if behind
-            else GradientEdge(recv.anchors[position], 0)
+            edge_behind(recv.anchors[position]) if behind else edge_at(recv.anchors[position])
             for recv, position in self.anchors
         ]
         outer, running.gate = running.gate, gate

@@ -19,11 +19,14 @@ from torch import Tensor
 from gradwire.transport.poller import Poller
 
 
-class Frame(NamedTuple):
+class Frame:
     """What travels. On arrival the buffers are flat tensors of bytes, owned by the receiver."""
 
-    head: bytes | bytearray | memoryview
-    buffers: Sequence[Tensor] = ()
+    __slots__ = ("buffers", "head")
+
+    def __init__(self, head: bytes | bytearray | memoryview, buffers: Sequence[Tensor] = ()):
+        self.head = head
+        self.buffers = buffers
 
 
 class Address(NamedTuple):

@@ -101,14 +101,14 @@ class FrameReader:
             self._large = None
             return frames
         self._end += count
-        while self._start < self._end and self._parse(frames):
+        while self._parse(frames):
             pass
         if self._start == self._end:
             self._start = self._end = 0
         return frames
 
     def _parse(self, frames: list[Frame]) -> bool:
-        """Take one frame from the chunk. False when more bytes must come first."""
+        """Take one frame from the chunk, which is not empty. False when more bytes must come."""
         start, have = self._start, self._end - self._start
         if have < PREFIX.size:
             return self._make_room(PREFIX.size)
@@ -120,11 +120,11 @@ class FrameReader:
             )
         body = start + PREFIX.size
         if not count:
-            end = body + head_length
+            end: int = body + head_length
             if end <= self._end:
                 frames.append(Frame(self._chunk[body:end]))
                 self._start = end
-                return True
+                return end < self._end
             if PREFIX.size + head_length <= len(self._chunk):
                 return self._make_room(PREFIX.size + head_length)
             self._start_large(head_length, (), body)
@@ -178,7 +178,7 @@ class FrameReader:
         if self._large.head or self._large.buffers:  # else it only said what to forget
             frames.append(self._large)
         self._large = None
-        return True
+        return self._start < self._end
 
     def _make_room(self, needed: int) -> bool:
         """See to it that a piece of `needed` bytes fits into the chunk. Always False."""

@@ -153,18 +153,15 @@ class StreamConnection:
         blocked: Callable[[], object] | None,
     ) -> None:
         """Send what was held back, then the parts. This thread has the right to write."""
-        held = []
-        while self._held:
-            held.append(self._held.popleft())
-        if held:
-            parts.insert(0, b"".join(held))
-        sent = 0
+        if self._held:
+            parts.insert(0, self._take_held())
         try:
             while parts:
                 if self._closed:
                     raise ConnectionClosed("the connection is closed")
+                single = len(parts) == 1
                 try:
-                    if len(parts) == 1 or not _CAN_GATHER:
+                    if single or not _CAN_GATHER:
                         sent = self._sock.send(parts[0])
                     else:
                         sent = self._sock.sendmsg(parts[:_MAX_PARTS])
@@ -177,6 +174,8 @@ class StreamConnection:
                             f"the peer has not taken any data for {self._stall_limit:g} s"
                         ) from None
                     continue
+                if single and sent == len(parts[0]):
+                    return
                 while parts and sent >= len(parts[0]):
                     sent -= len(parts.pop(0))
                 if sent:
@@ -190,6 +189,12 @@ class StreamConnection:
         except BaseException:
             self.close()  # half a frame may be out: what follows would be misread
             raise
+
+    def _take_held(self) -> bytes:
+        held = []
+        while self._held:
+            held.append(self._held.popleft())
+        return b"".join(held)
 
     # -- receiving
 
