@@ -147,6 +147,7 @@ class Node:
 
 class Result:
     requires_grad = True
+    output_nr = 0
 
     def __init__(self, node: Node):
         self.grad_fn = node

@@ -98,7 +98,8 @@ class Options:
 
     @property
     def rpc_seconds(self) -> float:
-        return seconds(self.rpc_timeout)
+        assert not isinstance(self.rpc_timeout, timedelta)  # see __post_init__
+        return self.rpc_timeout
 
     def resolved_token(self) -> str | None:
         return self.token or os.environ.get(TOKEN_VARIABLE) or None

@@ -9,11 +9,8 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
-from torch.autograd.graph import GradientEdge
-
 from gradwire.gradients.context import Context
-from gradwire.gradients.functions import Recv, Send, edge_of_leaf
+from gradwire.gradients.functions import Recv, Send
 
 _NAMESPACE = "torch::distributed::autograd"
 
@@ -49,8 +46,8 @@ class SendNode:
 
     @property
     def next_functions(self) -> tuple[tuple[Any, int], ...]:
-        targets = [self._send.target(position) for position in range(len(self._send.ends))]
-        return tuple(_shown(self._context, *_edge(target)) for target in targets)
+        edges = [self._send.edge(position) for position in range(len(self._send.ends))]
+        return tuple(_shown(self._context, edge.node, edge.output_nr) for edge in edges)
 
 
 class RecvNode:
@@ -93,12 +90,6 @@ class Node:
 
     def __hash__(self) -> int:
         return hash(self._node)
-
-
-def _edge(target: torch.Tensor | GradientEdge) -> tuple[Any, int]:
-    if isinstance(target, torch.Tensor):
-        target = edge_of_leaf(target)
-    return target.node, target.output_nr
 
 
 def _shown(context: Context, node: Any, number: int) -> tuple[Any, int]:

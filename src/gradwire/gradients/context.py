@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import contextvars
 import threading
-from collections import Counter, OrderedDict
-from collections.abc import Callable, Sequence
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -34,15 +34,15 @@ current_id: contextvars.ContextVar[int | None] = contextvars.ContextVar(
 )
 
 
-def add_up(sums: GradientSums, gradients: list[tuple[Tensor, Tensor]]) -> GradientSums:
+def add_up(sums: GradientSums, gradients: Iterable[tuple[Tensor, Tensor]]) -> GradientSums:
     """Add gradients to those there are, by identity of the leaf."""
     for leaf, gradient in gradients:
-        found = sums.get(id(leaf))
-        if found is not None:
+        key = id(leaf)
+        if key in sums:
             # Torch adds a sparse tensor to a dense one, but not the other way round.
-            before = found[1]
+            _, before = sums[key]
             gradient = gradient + before if before.is_sparse else before + gradient
-        sums[id(leaf)] = (leaf, gradient)
+        sums[key] = (leaf, gradient)
     return sums
 
 
@@ -51,6 +51,8 @@ class Context:
 
     def __init__(self, id: int, messages: IdSource):
         self.id = id
+        #: Whether gradients go into `.grad` instead of being collected here.
+        self.into_grad = bool(id & INTO_GRAD)
         self._messages = messages
         self.lock = threading.RLock()
         self.sends: dict[int, Send] = {}
@@ -68,11 +70,6 @@ class Context:
         #: The name of a worker that took part, and is gone with what it had recorded.
         self.lost: str | None = None
         self.released = False
-
-    @property
-    def into_grad(self) -> bool:
-        """Whether gradients go into `.grad` instead of being collected here."""
-        return bool(self.id & INTO_GRAD)
 
     def send(self, to: int, tensors: Sequence[Tensor], about: Any) -> int:
         """Record a message that leaves; returns its id, 0 if it has nothing to differentiate."""
@@ -98,7 +95,7 @@ class Context:
 
     def add_gradients(self, gradients: list[tuple[Tensor, Tensor]]) -> None:
         with self.lock:
-            add_up(self._gradients, _unshared(gradients))
+            add_up(self._gradients, _unshared(add_up({}, gradients)))
 
     def gradients(self) -> dict[Tensor, Tensor]:
         with self.lock:
@@ -161,20 +158,19 @@ class Context:
         return known
 
 
-def _unshared(gradients: list[tuple[Tensor, Tensor]]) -> list[tuple[Tensor, Tensor]]:
+def _unshared(gradients: GradientSums) -> list[tuple[Tensor, Tensor]]:
     """Gradients that can be changed in place, clipped for one, without changing another: a function
     may have given the same memory to two of its inputs, or one element in the place of many."""
-    uses = Counter([_memory(gradient) for _, gradient in gradients])
-    return [
-        (leaf, _copied(gradient))
-        if uses[_memory(gradient)] > 1 or (not gradient.is_sparse and 0 in gradient.stride())
-        else (leaf, gradient)
-        for leaf, gradient in gradients
-    ]
-
-
-def _memory(gradient: Tensor) -> int:
-    return (gradient._values() if gradient.is_sparse else gradient).data_ptr()
+    used: set[int] = set()
+    unshared = []
+    for leaf, gradient in gradients.values():
+        elements = gradient._values() if gradient.is_sparse else gradient
+        memory = elements.data_ptr()
+        if memory in used or (elements is gradient and 0 in gradient.stride()):
+            gradient = _copied(gradient)
+        used.add(memory)
+        unshared.append((leaf, gradient))
+    return unshared
 
 
 def _copied(gradient: Tensor) -> Tensor:
@@ -213,6 +209,9 @@ class Contexts:
 
     def find(self, id: int) -> Context | None:
         """The context, or None if nothing of it has ever got here."""
+        context = self._contexts.get(id)
+        if context is not None:
+            return context
         with self._lock:
             if id in self._released:
                 raise GradwireError(f"autograd context {id} was released already")

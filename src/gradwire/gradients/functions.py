@@ -10,9 +10,9 @@ An *end* hangs on a tensor that has left (a leaf is its own end): giving it a gr
 backward goes on from there. An *anchor* is the node that a tensor which arrived comes from: what
 backward brings it is what has to be sent to the end.
 
-Both are *twins*: of small tensors a copy, of large ones what an operation of torch makes that gives
-a tensor the memory of another, like a view, but without autograd taking it for one. What is done in
-place later, to either of them, is nothing to the other's history.
+Both are *twins* of a tensor: of a small one a copy, of a large one what an operation of torch makes
+that gives a tensor the memory of another, like a view, but without autograd taking it for one. What
+is done in place later, to either of them, is nothing to the other's history.
 """
 
 from __future__ import annotations
@@ -38,38 +38,34 @@ def _is_large(tensor: Tensor) -> bool:
     return tensor.layout is _strided and tensor.nbytes > _SMALL_BYTES
 
 
-def _twin(tensor: Tensor) -> Tensor:
+def _twin(tensor: Tensor, large: bool) -> Tensor:
     """A tensor that comes from another, and is equal to it."""
     if torch.is_grad_enabled():
-        twin: Tensor = _alias(tensor, tensor.shape) if _is_large(tensor) else tensor.clone()
+        twin: Tensor = _alias(tensor, tensor.shape) if large else tensor.clone()
         return twin
     with torch.inference_mode(False), torch.enable_grad():  # whatever the calling code is in
-        return _twin(tensor)
+        return _twin(tensor, large)
 
 
 def _let_go_of_memory(tensor: Tensor) -> None:
-    """Keep the place in the graph; the elements are not needed there."""
-    if _is_large(tensor):
-        tensor.data = tensor.data.new_empty(())
+    """Keep the place in the graph, and the shape; the elements are not needed there."""
+    tensor.data = tensor.data.new_empty(()).expand(tensor.shape)
 
 
 def edge_behind(node: Any) -> GradientEdge:
     """Where a twin leads to."""
-    return _edge(node.next_functions[0])
+    return _edge((*node.next_functions[0], *_REST))
 
 
-def edge_at(node: Any) -> GradientEdge:
-    """Where gradients of a twin come to."""
-    return _edge((node, 0))
+def edge_at(node: Any, number: int = 0) -> GradientEdge:
+    """Where the gradients of a node come to."""
+    return _edge((node, number, *_REST))
 
 
-#: Makes an edge of the two in a tuple, as the class would, without a detour through Python.
-_edge: Callable[[tuple[Any, int]], GradientEdge] = partial(tuple.__new__, GradientEdge)
-
-
-def edge_of_leaf(leaf: Tensor) -> GradientEdge:
-    """Where the gradient of a leaf goes. torch itself says so only of what it can make views of."""
-    return edge_behind(_twin(leaf).grad_fn)
+#: Makes an edge of a tuple, as the class would, without a detour through Python.
+_edge: Callable[[tuple[Any, ...]], GradientEdge] = partial(tuple.__new__, GradientEdge)
+#: What edges have in some versions of torch, and is not needed here.
+_REST = (None,) * (len(GradientEdge._fields) - 2)
 
 
 class Send:
@@ -86,14 +82,20 @@ class Send:
         for tensor in tensors:
             end = tensor
             if not tensor.is_leaf:
-                end = _twin(tensor)
-                _let_go_of_memory(end)
+                large = _is_large(tensor)
+                end = _twin(tensor, large)
+                if large:
+                    _let_go_of_memory(end)
             self.ends.append(end)
 
-    def target(self, position: int) -> Tensor | GradientEdge:
-        """What the gradient of one of the tensors goes into."""
+    def edge(self, position: int) -> GradientEdge:
+        """Where the gradient of one of the tensors goes to."""
+        return edge_behind(self.twin(position).grad_fn)
+
+    def twin(self, position: int) -> Tensor:
+        """What leads there. (Of leaves torch does not say where, unless something leads to it.)"""
         end = self.ends[position]
-        return end if end.grad_fn is None else edge_behind(end.grad_fn)
+        return _twin(end, _is_large(end)) if end.is_leaf else end
 
 
 class Recv:
@@ -109,15 +111,17 @@ class Recv:
     def take(self, tensor: Tensor) -> Tensor:
         """One of its tensors, a leaf; gives the one that user code gets to see."""
         tensor._backward_hooks = _LEAF_HOOKS
-        arrived = _twin(tensor)
+        large = _is_large(tensor)
+        arrived = _twin(tensor, large)
         self.anchors.append(arrived.grad_fn)
-        _let_go_of_memory(tensor)
+        if large:
+            _let_go_of_memory(tensor)
         return arrived
 
 
 def _refuse(_gradient: Tensor) -> None:
     """Backward has come to the leaf behind an anchor."""
-    if running.gate is None:
+    if not running.region:
         raise RuntimeError(
             "a plain backward() has reached a value that came from another worker. Call "
             "gradwire.autograd.backward(context_id, [loss]) inside the context the value was "
@@ -129,29 +133,9 @@ _LEAF_HOOKS: Any = {0: _refuse}
 
 
 class Running(threading.local):
-    """What a thread does when backward comes to a gate; set for every run of a region."""
+    """Whether a thread runs a region."""
 
-    gate: Callable[[Send], Gradients] | None = None
+    region = False
 
 
 running = Running()
-
-
-def make_gate(send: Send) -> Tensor:
-    """A token; backward from it waits for the gradients of what was sent."""
-    with torch.enable_grad():
-        token: Tensor = _Gate.apply(send, *send.ends)  # type: ignore[no-untyped-call]
-    return token
-
-
-class _Gate(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, send: Send, *_ends: Tensor) -> Tensor:
-        ctx.send = send
-        # A scalar on the CPU: the node then runs on the thread that runs the region.
-        return torch.zeros((), device="cpu")
-
-    @staticmethod
-    def backward(ctx: Any, _token: Tensor) -> Any:
-        assert running.gate is not None
-        return (None, *running.gate(ctx.send))

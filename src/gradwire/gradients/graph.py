@@ -1,8 +1,8 @@
 """What a backward pass has to do on one worker: pure planning.
 
-Sources are where gradients enter the local graph: the roots, and the sends of the context. Sinks
-are where they leave it: leaves, and the anchors of recvs. The graph between them falls into
-connected *regions*; each is run by itself.
+Sources are what gradients come from: the roots, and the sends of the context; they enter the local
+graph at their *starts*. Sinks are where they leave it: leaves, and the anchors of recvs. The graph
+between them falls into connected *regions*; each is run by itself.
 
 The walk visits every node once. From where an anchor is reached is worked out only for regions
 where that comes to matter (`reached_by`).
@@ -10,15 +10,15 @@ where that comes to matter (`reached_by`).
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import GradientEdge
 
-from gradwire.gradients.functions import Recv, Send, edge_of_leaf
+from gradwire.gradients.functions import Recv, Send, edge_at
 
 _Leaf: Any = torch._C._functions.AccumulateGrad  # type: ignore[attr-defined]
 
@@ -61,6 +61,8 @@ def make_roots(
 
 
 Source = Root | Send
+#: A source, which of its tensors, and where in the graph the gradient of that goes to.
+Start = tuple[Source, int, GradientEdge]
 #: A recv, and which of its tensors.
 Anchor = tuple[Recv, int]
 
@@ -69,13 +71,13 @@ class Region:
     """A connected part of the graph, and how far a pass has got with it."""
 
     __slots__ = (
-        "anchors", "dead", "has_gradient", "leaves", "loose", "out", "queued", "reached", "sources",
+        "anchors", "dead", "has_gradient", "leaves", "out", "queued", "reached", "sources",
+        "starts",
     )  # fmt: skip
 
-    def __init__(self, loose: bool) -> None:
+    def __init__(self) -> None:
         self.sources: list[Source] = []
-        #: Whether it leaves out loose ends; see `make_plan`.
-        self.loose = loose
+        self.starts: list[Start] = []
         #: Whose gradients are asked for.
         self.leaves: list[Tensor] = []
         self.anchors: list[Anchor] = []
@@ -90,32 +92,19 @@ class Region:
 
 @dataclass(slots=True)
 class Plan:
-    """The regions, and the anchors that no source reaches."""
+    """The regions, and what is in none of them."""
 
     regions: list[Region]
+    #: Anchors that no source reaches.
     unreached: list[Anchor]
+    #: By send, which of its tensors are loose.
+    loose: dict[int, set[int]]
 
 
 def is_loose(end: Tensor) -> bool:
     """A leaf that was sent, and that nobody watches: what it is sent back is its gradient, with no
     need to go through the graph. (Hooks must see the sum of all its gradients.)"""
-    return end.grad_fn is None and end._backward_hooks is None
-
-
-def _starts(source: Source, loose: bool, of_leaf: dict[int, Any]) -> list[Any]:
-    """The nodes where the gradients of a source enter the graph."""
-    if type(source) is Root:
-        return [source.tensor.grad_fn]
-    assert type(source) is Send
-    nodes = []
-    for end in source.ends:
-        if end.grad_fn is not None:
-            nodes.append(end.grad_fn)
-        elif not loose or not is_loose(end):
-            if id(end) not in of_leaf:
-                of_leaf[id(end)] = edge_of_leaf(end).node
-            nodes.append(of_leaf[id(end)])
-    return nodes
+    return end.is_leaf and end._backward_hooks is None
 
 
 def make_plan(
@@ -126,25 +115,26 @@ def make_plan(
     loose: bool = False,
 ) -> Plan:
     """Plan a pass. `wanted` are the tensors whose gradients are asked for; None: all leaves.
-    `loose`: loose ends are seen to elsewhere; a send that has no others is in no region."""
+    `loose`: loose ends are left out; a send that has no others is in no region."""
     anchors = {anchor: (recv, n) for recv in recvs for n, anchor in enumerate(recv.anchors)}
     part_of: dict[Any, int] = {}
     parts = _Parts(len(sources))
     sinks: list[tuple[int, Any]] = []
-    of_leaf: dict[int, Any] = {}
-    members = []
+    left_out: dict[int, set[int]] = {}
+    members: list[tuple[int, Source, list[Start]]] = []
     for part, source in enumerate(sources):
-        starts = _starts(source, loose, of_leaf)
-        for node in starts:
-            _walk(node, part, part_of, parts, anchors, sinks)
+        starts = _starts_of(source, left_out if loose else None)
+        for _, _, edge in starts:
+            _walk(edge.node, part, part_of, parts, anchors, sinks)
         if starts:
-            members.append(part)
+            members.append((part, source, starts))
     regions: dict[int, Region] = {}
-    for part in members:
+    for part, source, starts in members:
         found = parts.find(part)
         if found not in regions:
-            regions[found] = Region(loose)
-        regions[found].sources.append(sources[part])
+            regions[found] = Region()
+        regions[found].sources.append(source)
+        regions[found].starts += starts
     asked = None if wanted is None else {id(tensor): tensor for tensor in wanted}
     for part, node in sinks:
         region = regions[parts.find(part)]
@@ -155,7 +145,21 @@ def make_plan(
     for tensor in asked.values() if asked else ():
         if tensor.grad_fn in part_of:
             regions[parts.find(part_of[tensor.grad_fn])].leaves.append(tensor)
-    return Plan(list(regions.values()), list(anchors.values()))
+    return Plan(list(regions.values()), list(anchors.values()), left_out)
+
+
+def _starts_of(source: Source, left_out: dict[int, set[int]] | None) -> list[Start]:
+    if type(source) is Root:
+        tensor = source.tensor
+        return [(source, 0, edge_at(tensor.grad_fn, tensor.output_nr))]
+    assert type(source) is Send
+    starts: list[Start] = []
+    for position, end in enumerate(source.ends):
+        if left_out is not None and is_loose(end):
+            left_out.setdefault(source.id, set()).add(position)
+        else:
+            starts.append((source, position, source.edge(position)))
+    return starts
 
 
 def _walk(
@@ -207,11 +211,10 @@ class _Parts:
 def lift_nodes(region: Region, count: int) -> None:
     """Have torch run all nodes of a region before those numbered below `count`. (Torch counts the
     nodes that a thread makes from 0, and runs what is ready with the highest number first.)"""
-    of_leaf: dict[int, Any] = {}
-    stack = [start for source in region.sources for start in _starts(source, region.loose, of_leaf)]
-    seen = set(stack)
+    seen = {edge.node for _, _, edge in region.starts}
+    stack = list(seen)
     while stack:
-        node = stack.pop()
+        node: Any = stack.pop()
         number = node._sequence_nr()
         if number < count:
             node._set_sequence_nr(number + count)
@@ -225,48 +228,32 @@ def _nodes_in_order(region: Region) -> list[Any]:
     """All nodes of a region, each before those it leads to."""
     finished: list[Any] = []
     seen: set[Any] = set()
-    of_leaf: dict[int, Any] = {}
-    for source in region.sources:
-        for start in _starts(source, region.loose, of_leaf):
-            if start in seen:
-                continue
-            seen.add(start)
-            stack = [(start, iter(start.next_functions))]
-            while stack:
-                node, children = stack[-1]
-                for child, _ in children:
-                    if child is not None and child not in seen:
-                        seen.add(child)
-                        stack.append((child, iter(child.next_functions)))
-                        break
-                else:
-                    finished.append(node)
-                    stack.pop()
+    for _, _, edge in region.starts:
+        start: Any = edge.node
+        if start in seen:
+            continue
+        seen.add(start)
+        stack: list[Any] = [(start, iter(start.next_functions))]
+        while stack:
+            node, children = stack[-1]
+            for child, _ in children:
+                if child is not None and child not in seen:
+                    seen.add(child)
+                    stack.append((child, iter(child.next_functions)))
+                    break
+            else:
+                finished.append(node)
+                stack.pop()
     finished.reverse()
     return finished
 
 
-def starts_of(region: Region) -> Iterator[tuple[Source, int]]:
-    """The sources of a region, each as often as it has places where gradients enter, with the
-    position of the tensor there. Sets of starts are written as bits, in this order."""
-    for source in region.sources:
-        if type(source) is Root:
-            yield source, 0
-            continue
-        assert type(source) is Send
-        for position, end in enumerate(source.ends):
-            if not region.loose or not is_loose(end):
-                yield source, position
-
-
 def reached_by(region: Region) -> list[int]:
-    """Per anchor, the starts that reach it."""
+    """Per anchor, the starts that reach it, as bits."""
     order = _nodes_in_order(region)
     masks: dict[Any, int] = dict.fromkeys(order, 0)
-    of_leaf: dict[int, Any] = {}
-    starts = (_starts(source, region.loose, of_leaf) for source in region.sources)
-    for bit, start in enumerate(itertools.chain(*starts)):
-        masks[start] |= 1 << bit
+    for bit, (_, _, edge) in enumerate(region.starts):
+        masks[edge.node] |= 1 << bit
     for node in order:
         mask = masks[node]
         for child, _ in node.next_functions:

@@ -13,14 +13,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from gradwire.gradients.functions import Gradients, Recv, Send
-from gradwire.gradients.graph import (
-    Anchor,
-    Plan,
-    Region,
-    is_loose,
-    reached_by,
-    starts_of,
-)
+from gradwire.gradients.graph import Anchor, Plan, Region, reached_by
 
 # (id of a send, the gradients of its tensors or None)
 Answer = tuple[int, "list[Tensor | None] | None"]
@@ -44,23 +37,25 @@ class How(NamedTuple):
 
 
 OPEN: Any = object()  # in place of what is not known yet
+_NOTHING: frozenset[int] = frozenset()
 
 
 class _Reply:
     """The answer of a recv, while its gradients come in."""
 
-    __slots__ = ("gradients", "open", "sender")
+    __slots__ = ("gradients", "has_gradient", "open", "sender")
 
     def __init__(self, recv: Recv):
         self.sender = recv.sender
         self.open = len(recv.anchors)
         self.gradients: list[Tensor | None] = [OPEN] * self.open
+        self.has_gradient = False
 
 
 class Ledger:
     """See the module's text."""
 
-    def __init__(self, me: int, parent: int | None, how: How, *, loose: bool):
+    def __init__(self, me: int, parent: int | None, how: How):
         self._me = me
         #: The worker this one heard of the pass from; None where it was started.
         self.parent = parent
@@ -68,8 +63,8 @@ class Ledger:
         self.planned = False
         self._sends: dict[int, Send] = {}
         self._wanted: set[int] = set()
-        #: Leaves that were sent get what is sent back; not if torch has to put it into `.grad`.
-        self.loose = loose
+        #: By send, which of its tensors are loose: they get what is sent back.
+        self._loose: dict[int, set[int]] = {}
         #: By send: the region it is a source of, and the answer once it is there.
         self._region_of: dict[int, Region] = {}
         self.answers: dict[int, list[Tensor | None] | None] = {}
@@ -107,6 +102,7 @@ class Ledger:
         gradients are asked for, if not all leaves are."""
         self._wanted = {id(tensor) for tensor in wanted}
         self._sends = {send.id: send for send in sends}
+        self._loose = plan.loose
         self._replies = {recv.id: _Reply(recv) for recv in recvs}
         self._recv_ids = frozenset(self._replies)
         for region in plan.regions:
@@ -138,7 +134,8 @@ class Ledger:
 
     def next_region(self, *, gated: bool) -> Region | None:
         """A region to run; one that has to wait at gates only if asked for."""
-        self.take_own_answers()
+        if self._to_myself:
+            self.take_own_answers()
         for region in self.ready:
             if not region.out:
                 break
@@ -152,7 +149,8 @@ class Ledger:
     def has_run(self, region: Region) -> None:
         """Whatever its run did not bring a gradient has none."""
         for recv, position in region.anchors:
-            self.settle(recv.id, position, None)
+            if recv.id in self._replies:
+                self.settle(recv.id, position, None)
         for source in region.sources:
             if type(source) is Send:
                 self.answers[source.id] = None  # used up
@@ -208,26 +206,32 @@ class Ledger:
         if send is None or id in self.answers:
             return
         self.answers[id] = gradients
-        if self.loose and gradients is not None:
-            for end, gradient in zip(send.ends, gradients, strict=False):
-                if gradient is not None and is_loose(end):
-                    self.stage(end, gradient)
+        loose = self._loose.get(id, _NOTHING)
+        incomplete = gradients is None or len(gradients) < len(send.ends)
+        has_gradient = False
+        for position, gradient in enumerate(gradients or ()):
+            if position not in loose:
+                incomplete |= gradient is None
+                has_gradient |= gradient is not None
+            elif gradient is not None:
+                assert gradients is not None
+                self.stage(send.ends[position], gradient)
+                gradients[position] = None  # it has got where it belongs
         region = self._region_of.get(id)
         if region is None:
             return
         region.out -= 1
-        if gradients is not None:
-            region.has_gradient = True
-        if region.anchors and (gradients is None or any(g is None for g in gradients)):
-            self._lose_starts(region, id, gradients or ())
+        region.has_gradient |= has_gradient
+        if incomplete and region.anchors:
+            self._lose_starts(region, send, gradients or ())
         self._consider(region)
 
-    def _lose_starts(self, region: Region, id: int, gradients: Gradients) -> None:
+    def _lose_starts(self, region: Region, send: Send, gradients: Gradients) -> None:
         """Some tensors of a send have no gradient. Neither have the anchors that are reached from
         nowhere else."""
-        for bit, (source, position) in enumerate(starts_of(region)):
+        for bit, (source, position, _) in enumerate(region.starts):
             lost = position >= len(gradients) or gradients[position] is None
-            if lost and type(source) is Send and source.id == id:
+            if lost and source is send:
                 region.dead |= 1 << bit
         if region.reached is None:
             region.reached = reached_by(region)
@@ -244,14 +248,15 @@ class Ledger:
         if gradients:
             if gradients[position] is not OPEN:
                 return
-            if gradient is not None and gradient.requires_grad and not self._how.create_graph:
-                gradient = gradient.detach()
+            if gradient is not None:
+                reply.has_gradient = True
+                if gradient.requires_grad and not self._how.create_graph:
+                    gradient = gradient.detach()
             gradients[position] = gradient
             reply.open -= 1
         if not reply.open:
             del self._replies[message]
-            nothing = all(gradient is None for gradient in gradients)
-            self._post(reply.sender, (message, None if nothing else gradients))
+            self._post(reply.sender, (message, gradients if reply.has_gradient else None))
 
     def stage(self, leaf: Tensor, gradient: Tensor) -> None:
         if not self._how.for_inputs or id(leaf) in self._wanted:
@@ -262,7 +267,7 @@ class Ledger:
     def all_news(self) -> list[tuple[int, bool, News]]:
         """What has to be told, to whom, and whether it is the first that worker is told."""
         self._conclude()
-        workers = self._untold | self._outbox.keys()
+        workers = {*self._untold, *self._outbox}
         if self.finished and self.parent is not None and not self._parent_knows:
             workers.add(self.parent)
         told = []
@@ -279,7 +284,8 @@ class Ledger:
         if worker in self._untold:
             self._untold.discard(worker)
             sends = self._unanswered(worker)
-        self._conclude()  # now that this one is told
+        if not self.finished:
+            self._conclude()
         standing = NO_CHILD
         if worker == self.parent:
             self._parent_knows = self.finished

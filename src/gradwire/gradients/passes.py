@@ -26,7 +26,6 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -41,7 +40,7 @@ from gradwire.gradients.context import Context
 from gradwire.gradients.functions import Gradients, Send
 from gradwire.gradients.graph import Region, Root, make_plan
 from gradwire.gradients.ledger import How, Ledger, News
-from gradwire.gradients.runs import GradBackup, Run, through_gate
+from gradwire.gradients.runs import GradBackup, Run
 from gradwire.wire.values import call_name
 
 if TYPE_CHECKING:
@@ -63,7 +62,7 @@ class Pass:
         #: Made when somebody has to wait.
         self._changed: threading.Condition | None = None
         self._into_grad = context.into_grad and not how.for_inputs
-        self._ledger = Ledger(engine.agent.info.id, parent, how, loose=not self._into_grad)
+        self._ledger = Ledger(engine.agent.info.id, parent, how)
         self.error: BaseException | None = None
         self._over = False
         self._committed = False
@@ -93,7 +92,8 @@ class Pass:
             recvs = list(context.recvs.values())
             known = set(context.known)
         wanted = inputs if self.how.for_inputs else None
-        plan = make_plan([*roots, *sends], recvs, wanted, loose=self._ledger.loose)
+        # Torch has to put the gradients of leaves into `.grad`, also if they were just sent back.
+        plan = make_plan([*roots, *sends], recvs, wanted, loose=not self._into_grad)
         with self._lock:
             self._ledger.open(plan, sends, recvs, known, inputs)
             self._notify()
@@ -120,44 +120,53 @@ class Pass:
         while True:
             with self._lock:
                 region = None if self.error is not None else self._ledger.next_region(gated=gated)
-                self._notify()
+                if self._changed is not None:
+                    self._notify()
                 if region is None:
                     return
+                run = Run(region, self._ledger, self.how)
+                if self._into_grad:
+                    self._backup.remember(run.leaves)
                 self._running += 1
+            found: Gradients = ()
             failure: BaseException | None = None
             try:
-                # What the run saves, if it is to be differentiated too, is there to stay.
-                recording = self._engine.versions.recording() if self.how.create_graph else None
-                with recording or nullcontext():
-                    self._run(region)
+                found = self._run(run)
             except BaseException as error:
                 failure = self._explain(error, region)
             with self._lock:
                 self._running -= 1
-                self._undo_if_failed()
+                if failure is None:
+                    self._take_from(run, found)
+                if self.error is not None:
+                    self._undo_if_failed()
             if failure is not None:
                 self.fail(failure)
 
-    def _run(self, region: Region) -> None:
-        with self._lock:
-            run = Run(region, self._ledger, self.how)
-            if self._into_grad:
-                self._backup.remember(run.leaves)
-        found = run.run(self._gate, self._deliver, into_grad=self._into_grad)
-        with self._lock:
-            count = len(run.leaves)
-            for leaf, gradient in zip(run.leaves, found, strict=False):
-                if gradient is not None:
-                    self._ledger.stage(leaf, gradient)
-            for (recv, position), gradient in zip(run.anchors, found[count:], strict=False):
-                self._ledger.settle(recv.id, position, gradient)
-            self._ledger.has_run(region)
+    def _run(self, run: Run) -> Gradients:
+        if self.how.create_graph:
+            # What the run saves, to be differentiated too, is there to stay.
+            recording = self._engine.versions.recording()
+            if recording is not None:
+                with recording:
+                    return run.run(self._gate, self._deliver, into_grad=self._into_grad)
+        return run.run(self._gate, self._deliver, into_grad=self._into_grad)
+
+    def _take_from(self, run: Run, found: Gradients) -> None:
+        ledger = self._ledger
+        count = len(run.leaves)
+        for leaf, gradient in zip(run.leaves, found, strict=False):
+            if gradient is not None:
+                ledger.stage(leaf, gradient)
+        for (recv, position), gradient in zip(run.anchors, found[count:], strict=False):
+            ledger.settle(recv.id, position, gradient)
+        ledger.has_run(run.region)
 
     def _deliver(self, message: int, position: int, gradient: Tensor | None) -> None:
         with self._lock:
             self._ledger.settle(message, position, gradient)
 
-    def _gate(self, send: Send) -> Gradients:
+    def _gate(self, send: Send) -> Gradients | None:
         """The gradients of what was sent; waits for them."""
         answers = self._ledger.answers
         while send.id not in answers and self.error is None:
@@ -167,7 +176,7 @@ class Pass:
                 self._wait_until(lambda: send.id in answers)
         if self.error is not None:
             raise GradwireError("the backward pass was given up") from self.error
-        return through_gate(send, answers[send.id], loose=self._ledger.loose)
+        return answers[send.id]
 
     def _drive_elsewhere(self) -> None:
         agent = self._engine.agent

@@ -16,20 +16,15 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge
 from torch.autograd.variable import Variable
 
-from gradwire.gradients.functions import (
-    Gradients,
-    Send,
-    edge_at,
-    edge_behind,
-    make_gate,
-    running,
-)
-from gradwire.gradients.graph import Anchor, Region, Root, is_loose, lift_nodes
+from gradwire.gradients.functions import Gradients, Send, edge_at, edge_behind, running
+from gradwire.gradients.graph import Anchor, Region, Root, lift_nodes
 from gradwire.gradients.ledger import OPEN, How, Ledger
 
 # Below `torch.autograd.grad`, whose checks cost as much as a small region.
 run_backward = Variable._execution_engine.run_backward
 
+#: Waits for the gradients of what was sent.
+Gate = Callable[[Send], "Gradients | None"]
 #: Told which tensor of which message has got which gradient.
 Deliver = Callable[[int, int, "Tensor | None"], None]
 
@@ -37,53 +32,51 @@ Deliver = Callable[[int, int, "Tensor | None"], None]
 class Run:
     """One run of a region. Made with the lock of the pass held, run without."""
 
-    __slots__ = ("_gates", "_how", "_outputs", "_region", "_seeds", "anchors", "leaves")
+    __slots__ = ("_gates", "_how", "_outputs", "_seeds", "anchors", "leaves", "region")
 
     def __init__(self, region: Region, ledger: Ledger, how: How):
-        self._region = region
+        self.region = region
         self._how = how
-        self._outputs: list[Tensor | GradientEdge] = []
+        self._outputs: list[GradientEdge] = []
         self._seeds: list[Tensor] = []
-        self._gates: list[Send] = []
-        for source in region.sources:
+        self._gates: list[tuple[Send, int]] = []
+        answers = ledger.answers
+        for source, position, edge in region.starts:
             if type(source) is Root:
-                self._outputs.append(source.tensor)
+                self._outputs.append(edge)
                 self._seeds.append(source.gradient)
                 continue
             assert type(source) is Send
-            answer = ledger.answers.get(source.id, OPEN)
+            answer = answers.get(source.id, OPEN)
             if answer is OPEN:
-                self._gates.append(source)
-                continue
-            for position, gradient in enumerate(answer or ()):
-                if gradient is not None and not (ledger.loose and is_loose(source.ends[position])):
-                    self._outputs.append(source.target(position))
+                self._gates.append((source, position))
+            elif answer is not None and position < len(answer):
+                gradient = answer[position]
+                if gradient is not None:
+                    self._outputs.append(edge)
                     self._seeds.append(gradient)
         self.anchors = ledger.open_anchors(region)
         #: Where the pass was not started, tensors that it is for are not asked for.
         self.leaves = [] if how.for_inputs and ledger.parent is not None else region.leaves
 
-    def run(
-        self, gate: Callable[[Send], Gradients], deliver: Deliver, *, into_grad: bool
-    ) -> Gradients:
+    def run(self, gate: Gate, deliver: Deliver, *, into_grad: bool) -> Gradients:
         """Returns the gradients of the leaves and then those of the anchors, as far as they were
         not delivered, or put into `.grad`, on the way."""
         if not (self._outputs or self._gates) or not (self.leaves or self.anchors):
             return ()
-        if self._gates:
-            tokens = _make_gates(self._gates, self._region)
-            self._outputs += tokens
-            self._seeds += [torch.ones_like(token) for token in tokens]
         handles: list[Any] = []
-        if self._gates or into_grad:
-            handles = [_watch(anchor, deliver) for anchor in self.anchors]
-        behind = self._gates and not into_grad
-        edges = [
-            edge_behind(recv.anchors[position]) if behind else edge_at(recv.anchors[position])
-            for recv, position in self.anchors
-        ]
-        outer, running.gate = running.gate, gate
+        edges = []
+        outer, running.region = running.region, True
         try:
+            if self._gates:
+                self._wait_at_gates(gate, handles)
+            if self._gates or into_grad:
+                for anchor in self.anchors:
+                    handles.append(_watch(anchor, deliver))
+            behind = self._gates and not into_grad
+            for recv, position in self.anchors:
+                node = recv.anchors[position]
+                edges.append(edge_behind(node) if behind else edge_at(node))
             found: Gradients = run_backward(
                 tuple(self._outputs),
                 tuple(self._seeds),
@@ -94,12 +87,34 @@ class Run:
                 accumulate_grad=into_grad,
             )
         finally:
-            running.gate = outer
+            running.region = outer
             for handle in handles:
                 handle.remove()
         if into_grad:
             return ()
         return found[: len(self.leaves)] if self._gates else found
+
+    def _wait_at_gates(self, gate: Gate, handles: list[Any]) -> None:
+        """A gate is the twin of what was sent: it gets its gradient when torch comes to it. That is
+        after everything else, the newest first. Ordinary nodes count from 0 too, so those that
+        would come after a gate are lifted."""
+        lift_nodes(self.region, len(self._gates))
+        oldest_first = sorted(self._gates, key=lambda gate: gate[0].id)
+        for number, (send, position) in enumerate(oldest_first):
+            twin = send.twin(position)
+            node: Any = twin.grad_fn
+            node._set_sequence_nr(number)
+            handles.append(node.register_prehook(partial(_at_gate, gate, send, position)))
+            self._outputs.append(edge_at(node))
+            self._seeds.append(twin.detach())  # whatever it is, the gradient takes its place
+
+
+def _at_gate(gate: Gate, send: Send, position: int, _seed: Any) -> tuple[Tensor | None]:
+    gradients = gate(send) or ()
+    gradient = gradients[position] if position < len(gradients) else None
+    # Torch takes nothing sparse in the place of the seed, unless that is sparse too.
+    dense = gradient is not None and gradient.layout is not send.ends[position].layout
+    return (gradient.to_dense() if gradient is not None and dense else gradient,)
 
 
 def _watch(anchor: Anchor, deliver: Deliver) -> Any:
@@ -115,29 +130,6 @@ def _reached(
     deliver(message, position, gradient)
     # It has been taken; what is behind the anchor cannot handle a sparse one.
     return None if gradient is None or gradient.layout is torch.strided else (None,)
-
-
-def _make_gates(gates: list[Send], region: Region) -> list[Tensor]:
-    """Let torch run the gates after everything else, the newest first. Ordinary nodes count from 0
-    too, so those that would come after a gate are lifted."""
-    lift_nodes(region, len(gates))
-    tokens = [make_gate(send) for send in sorted(gates, key=lambda send: send.id)]
-    for number, token in enumerate(tokens):
-        token.grad_fn._set_sequence_nr(number)  # type: ignore[union-attr]
-    return tokens
-
-
-def through_gate(send: Send, gradients: Gradients | None, *, loose: bool) -> Gradients:
-    """The answer to a send, as a gate has to give it to torch."""
-    answer: list[Tensor | None] = [None] * len(send.ends)
-    for position, gradient in enumerate(gradients or ()):
-        end = send.ends[position]
-        if gradient is not None and not (loose and is_loose(end)):
-            # Torch has no sparse gradients of an alias, which is what the gate leads to.
-            through_alias = end.layout is torch.strided and end.grad_fn is not None
-            dense = through_alias and gradient.layout is not torch.strided
-            answer[position] = gradient.to_dense() if dense else gradient
-    return answer
 
 
 class GradBackup:
