@@ -257,6 +257,19 @@ class Engine:
             if due:
                 self.agent.clock.later(_CLEANUP_SECONDS, self._send_cleanups)
 
+    def hear_of_releases(self, context_ids: Sequence[int], sender: int) -> None:
+        """Contexts were released, as a call says that is about to be served: that comes first."""
+
+        def release() -> None:
+            for context_id in context_ids:
+                self.release(context_id, sender)
+
+        executor = self.agent.executor
+        if executor.leads():
+            executor.post(release)
+        else:
+            release()
+
     def _take_released(self, worker: int) -> list[int]:
         """The released contexts a worker has not been told of yet."""
         with self._lock:

@@ -38,8 +38,8 @@ class Recorder(Interceptor):
         if tag is None:
             return None
         id, message, successes, released = tag
-        for gone in released:
-            self._engine.release(gone, sender)
+        if released:
+            self._engine.hear_of_releases(released, sender)
         context = self._contexts.get_or_create(id)
         if successes:
             self._engine.hear_of_success(context, successes)

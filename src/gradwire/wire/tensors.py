@@ -105,7 +105,14 @@ def rebuild(
 def small_bytes(flat: Tensor, size: int) -> bytearray:
     """A copy of the elements as bytes. For small tensors: it holds the interpreter meanwhile."""
     flat = flat.contiguous()
-    return bytearray(ctypes.string_at(flat.data_ptr(), size))
+    kind = _arrays.get(size)
+    if kind is None:
+        kind = _arrays[size] = ctypes.c_char * size
+    return bytearray(kind.from_address(flat.data_ptr()))
+
+
+#: ctypes arrays, by size: of no more sizes than small tensors have.
+_arrays: dict[int, type[ctypes.Array[ctypes.c_char]]] = {}
 
 
 def take_apart(tensor: Tensor) -> tuple[Any, ...] | None:
