@@ -33,6 +33,8 @@ CLASSES = {
     ),
     "RemoteModuleTest": ("nn.api.remote_module_test", "tensorpipe"),
     "ThreeWorkersRemoteModuleTest": ("nn.api.remote_module_test", "tensorpipe"),
+    "DdpUnderDistAutogradTest": ("ddp_under_dist_autograd_test", "tensorpipe"),
+    "DdpComparisonTest": ("ddp_under_dist_autograd_test", "tensorpipe"),
 }
 
 #: Tests of TorchScript, of CUDA and of the legacy profiler, which no Python library can provide,

@@ -114,9 +114,11 @@ _LEAF_HOOKS: Any = {0: _refuse}
 
 
 class Running(threading.local):
-    """What a thread does when backward comes to a gate; set for every run of a region."""
+    """What a thread does when backward comes to a gate, and whether torch puts gradients into
+    `.grad` meanwhile; set for every run of a region."""
 
     gate: Callable[[Send], Gradients] | None = None
+    into_grad = False
 
 
 running = Running()

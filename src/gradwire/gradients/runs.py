@@ -77,7 +77,8 @@ class Run:
             else GradientEdge(recv.anchors[position], 0)
             for recv, position in self.anchors
         ]
-        outer, running.gate = running.gate, gate
+        outer = running.gate, running.into_grad
+        running.gate, running.into_grad = gate, into_grad
         try:
             found: Gradients = run_backward(
                 tuple(self._outputs),
@@ -89,7 +90,7 @@ class Run:
                 accumulate_grad=into_grad,
             )
         finally:
-            running.gate = outer
+            running.gate, running.into_grad = outer
             for handle in handles:
                 handle.remove()
         if into_grad:
