@@ -198,6 +198,28 @@ def test_several_modules_are_averaged_and_what_is_beside_them_is_not() -> None:
     with_trainers(train)
 
 
+def test_processes_with_less_to_do_join() -> None:
+    kept = []  # torch may hang when it frees what has joined
+
+    def train(rank: int) -> None:
+        kept.extend(DistributedDataParallel(Model(1)) for _ in range(2))
+        found, expected = [], []
+        with kept[0].join():
+            for step in range(1 + rank):
+                with context() as context_id:
+                    backward(context_id, kept[0](inputs(rank, step), there, True))
+                    found.append(gradients(context_id, kept[0]))
+        with kept[1].join():
+            for step in range(1 + rank):
+                kept[1].zero_grad()
+                kept[1](inputs(rank, step), torch.tanh, True).sum().backward()
+                expected.append([parameter.grad for parameter in kept[1].parameters()])
+        assert len(found) == 1 + rank
+        assert all(same(*both) for both in zip(found, expected, strict=True))
+
+    with_trainers(train)
+
+
 def thrice(_state, bucket):  # torch refuses annotations that are text, as all are here
     done: torch.futures.Future[Tensor] = torch.futures.Future()
     done.set_result(bucket.buffer() * 3)
