@@ -33,11 +33,18 @@ CLASSES = {
     ),
     "RemoteModuleTest": ("nn.api.remote_module_test", "tensorpipe"),
     "ThreeWorkersRemoteModuleTest": ("nn.api.remote_module_test", "tensorpipe"),
+    "DdpUnderDistAutogradTest": ("ddp_under_dist_autograd_test", "tensorpipe"),
+    "DdpComparisonTest": ("ddp_under_dist_autograd_test", "tensorpipe"),
 }
 
-#: Tests of TorchScript, of CUDA and of the legacy profiler, which no Python library can provide,
-_LEFT_OUT = re.compile("jit|script|cuda|profil|record_function")
-#: and the two whose name says so although they are about neither.
+#: Tests of TorchScript, of CUDA and of the legacy profiler, which no Python library can provide;
+#: two that hang at their end every now and then, also without any RPC: torch frees a module that
+#: has joined while it holds the interpreter's lock, and waits for a thread that wants it; and
+#: one of the same file, without such a module, that may tell processes to end before they listen,
+_LEFT_OUT = re.compile(
+    "jit|script|cuda|profil|record_function|test_ddp_comparison|test_backward_no_ddp"
+)
+#: but the two whose name says so although they are about neither.
 _KEPT = {"test_disable_gil_profiling", "test_build_rpc_profiling_key"}
 
 

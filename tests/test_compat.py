@@ -235,7 +235,7 @@ def test_compiled_functions_and_modules_are_sent(run: Run) -> None:
     assert run(program) == "ScriptFunction [2.0, 2.0]\n[2.0]\n(3,)\n"
 
 
-def test_gradients_that_would_not_be_averaged_are_refused(run: Run) -> None:
+def test_gradients_are_averaged_in_contexts_of_both_kinds(run: Run) -> None:
     program = ALONE + textwrap.dedent("""
     import torch.distributed as dist
     import torch.distributed.autograd as dist_autograd
@@ -243,15 +243,14 @@ def test_gradients_that_would_not_be_averaged_are_refused(run: Run) -> None:
     dist.init_process_group("gloo", init_method=place + "2", rank=0, world_size=1)
     model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(2, 1))
     join()
-    with dist_autograd.context():
-        try:
-            model(torch.ones(2))
-        except NotImplementedError as error:
-            print("into_grad=True" in str(error))
+    with dist_autograd.context() as context_id:
+        dist_autograd.backward(context_id, [model(torch.ones(2)).sum()])
+        print(dist_autograd.get_gradients(context_id)[model.module.weight].tolist())
+    print(model.module.weight.grad)
     with gradwire.autograd.context(into_grad=True) as context_id:
         gradwire.autograd.backward(context_id, [model(torch.ones(2)).sum()])
     print(model.module.weight.grad.tolist())
     rpc.shutdown()
     dist.destroy_process_group()
     """)
-    assert run(program) == "True\n[[1.0, 1.0]]\n"
+    assert run(program) == "[[1.0, 1.0]]\nNone\n[[1.0, 1.0]]\n"

@@ -1,30 +1,122 @@
-"""`DistributedDataParallel` inside of a context."""
+"""`DistributedDataParallel` inside of a context.
+
+Its reducer averages gradients between processes. It works in hooks that run when torch has
+accumulated a gradient, and looks for them in `.grad`, or in a context of torch's own C++ library.
+Here they come to it by way of `.grad`: the parameters of each such module are a group of leaves
+that torch accumulates at the end of a pass; see `gradwire.gradients.accumulation`.
+"""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+import weakref
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
+from torch.nn.parallel import DistributedDataParallel
 
+from gradwire.gradients.accumulation import Group
 from gradwire.gradients.context import current_id
+from gradwire.gradients.functions import running
 from gradwire.ids import INTO_GRAD
+
+#: Of every module that was used here.
+_groups: weakref.WeakKeyDictionary[DistributedDataParallel, Averaged] = weakref.WeakKeyDictionary()
+
+
+def averaged_parameters() -> Collection[Group]:
+    return list(_groups.values())
+
+
+class Averaged(Group):
+    """The parameters of a module whose gradients are averaged between processes."""
+
+    def __init__(self, module: DistributedDataParallel):
+        self.leaves = [leaf for leaf in module._module_parameters if leaf.requires_grad]
+        self._reducer: Any = module.reducer
+        #: Whether the module was last used inside of `no_sync()`.
+        self.unaveraged_on_purpose = False
+        #: Whether all gradients are averaged at the end, as those of the first backward of a static
+        #: graph are, and not by the hooks.
+        self.at_the_end = False
+
+    @contextmanager
+    def accumulating(self) -> Iterator[None]:
+        times = self._reducer.get_backward_stats()
+        yield
+        if self.at_the_end:
+            self.at_the_end = False
+            self._reducer._delay_all_reduce()
+            return
+        try:
+            self._reducer._check_reducer_finalized()
+        except RuntimeError as error:
+            raise RuntimeError(
+                f"the gradients of {self} were not averaged, for some parameters have none. Torch "
+                f"says: {error}"
+            ) from error
+        # The reducer notes when each gradient was there, if it expects them.
+        if self._reducer.get_backward_stats() == times and not self.unaveraged_on_purpose:
+            raise RuntimeError(
+                f"the gradients of {self} would not be averaged: it does so in one backward per "
+                "forward, and there was one since. Call the module again before each backward; or "
+                "inside of its no_sync(), if they are not to be averaged"
+            )
+
+    def __str__(self) -> str:
+        return f"a DistributedDataParallel with {len(self.leaves)} parameters"
 
 
 def forward_like(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Its `forward`, which does not let a program go on with gradients that are not averaged."""
+    """`DistributedDataParallel.forward`, which takes note of the module."""
 
     @functools.wraps(original)
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-        context = current_id.get()
-        if context is not None and not context & INTO_GRAD and torch.is_grad_enabled():
-            raise NotImplementedError(
-                "DistributedDataParallel averages gradients as torch puts them into .grad, and "
-                "those of a context of torch.distributed.autograd are not put there. Open the "
-                "context with gradwire.autograd.context(into_grad=True), and use an ordinary "
-                "optimizer on each worker"
-            )
+        if torch.is_grad_enabled():
+            _take_note(self)
         return original(self, *args, **kwargs)
 
     return forward
+
+
+def _take_note(module: Any) -> None:
+    context = current_id.get()
+    if context is not None and not context & INTO_GRAD:
+        _check(module)
+    if module not in _groups:
+        _groups[module] = Averaged(module)
+    _groups[module].unaveraged_on_purpose = not module.require_backward_grad_sync
+
+
+def _check(module: Any) -> None:
+    """Refuse what averages gradients in ways that a context does not have."""
+    unsupported = {
+        "delay_all_reduce_named_params": module._delay_grad_buffer is not None,
+        "mixed_precision": module.mixed_precision is not None,
+        "the reducer written in Python": module._use_python_reducer,
+    }
+    for what, is_used in unsupported.items():
+        if is_used:
+            raise NotImplementedError(
+                f"DistributedDataParallel with {what} does not work in a context of "
+                "torch.distributed.autograd: leave that out, or open the context with "
+                "gradwire.autograd.context(into_grad=True) and use an ordinary optimizer"
+            )
+
+
+def sink_like(original: Callable[..., Any]) -> Callable[..., Any]:
+    """The backward of the outputs of such a module. Where the graph is static, the first one has
+    torch average all gradients when the run ends that it is part of. A pass may consist of several
+    runs, and averages at its end."""
+
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        module = ctx.ddp_weakref()
+        in_a_pass = running.region and not running.into_grad
+        if in_a_pass and module.static_graph and not module._static_graph_delay_allreduce_enqueued:
+            module._static_graph_delay_allreduce_enqueued = True
+            _groups[module].at_the_end = True
+        return original(ctx, *gradients)
+
+    return backward

@@ -34,6 +34,7 @@ _NAMES = {
     ("torch.distributed.nn", "RemoteModule"): f"{_HERE}.nn",
     ("torch.distributed.nn.api.remote_module", "RemoteModule"): f"{_HERE}.nn",
     ("torch.distributed.nn.api.remote_module", "_RemoteModule"): f"{_HERE}.nn",
+    ("torch.nn.parallel.distributed", "RRef"): f"{_HERE}.rpc",
 }
 
 #: What was there before: modules by name, and attributes by (module or class, name).
@@ -138,4 +139,5 @@ _WRAPPED = {
     ("torch.futures", "collect_all"): _wrapped_here("futures", "collect_all_like"),
     ("torch.jit", "script"): _wrapped_here("scripting", "script_like"),
     ("torch.nn.parallel:DistributedDataParallel", "forward"): _wrapped_here("ddp", "forward_like"),
+    ("torch.nn.parallel.distributed:_DDPSink", "backward"): _wrapped_here("ddp", "sink_like"),
 }

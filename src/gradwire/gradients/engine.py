@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 from torch import Tensor
@@ -17,6 +17,7 @@ from gradwire.agent.exceptions import decode_exception, encode_exception
 from gradwire.agent.futures import Future
 from gradwire.agent.service import Request
 from gradwire.errors import GradwireError, WorkerLost
+from gradwire.gradients.accumulation import Group
 from gradwire.gradients.context import Context, Contexts, Reason
 from gradwire.gradients.graph import Root
 from gradwire.gradients.ledger import NO_CHILD, How, News
@@ -51,6 +52,8 @@ class Engine:
         self.released_for: dict[int, list[int]] = {}
         self._unconfirmed: dict[int, list[int]] = {}
         self._cleanup_due = False
+        #: The groups of leaves that torch has to accumulate; who knows of any puts them here.
+        self.groups: Callable[[], Collection[Group]] = tuple
         agent.handle(Kind.BACKWARD_AUTOGRAD_REQ, self._serve, runs_user_code=True)
         agent.handle(Kind.BACKWARD_AUTOGRAD_OUTCOME, self._serve_outcome)
         agent.handle(Kind.CLEANUP_AUTOGRAD_CONTEXT_REQ, self._serve_cleanup)
@@ -74,7 +77,7 @@ class Engine:
             return self.succeed(started)
         except BaseException as error:
             started.fail(error)
-            if context.into_grad:
+            if started.changes_grad:
                 started.wait_until_undone(time.monotonic() + _UNDOING_SECONDS)
             raise
 
@@ -172,6 +175,7 @@ class Engine:
             context.note_outcome(done.id, None)
             if not done.how.for_inputs:
                 context.add_gradients(staged)
+                context.set_gradients(done.accumulated)
         done.is_over()
         return staged
 

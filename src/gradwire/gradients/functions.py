@@ -133,9 +133,10 @@ _LEAF_HOOKS: Any = {0: _refuse}
 
 
 class Running(threading.local):
-    """Whether a thread runs a region."""
+    """Whether a thread runs a region, and whether torch puts gradients into `.grad` meanwhile."""
 
     region = False
+    into_grad = False
 
 
 running = Running()

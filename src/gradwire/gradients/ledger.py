@@ -8,12 +8,15 @@ be told, and when all of it is done.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torch import Tensor
 
 from gradwire.gradients.functions import Gradients, Recv, Send
 from gradwire.gradients.graph import Anchor, Plan, Region, reached_by
+
+if TYPE_CHECKING:
+    from gradwire.gradients.accumulation import Group
 
 # (id of a send, the gradients of its tensors or None)
 Answer = tuple[int, "list[Tensor | None] | None"]
@@ -85,8 +88,12 @@ class Ledger:
         self._parent_knows = False
         #: This worker's part is done, and so are those of its children.
         self.finished = False
-        #: Gradients of leaves, not visible yet.
+        #: Gradients of leaves, not visible yet: to add to those there are, and to have instead.
         self.staged: list[tuple[Tensor, Tensor]] = []
+        self.accumulated: list[tuple[Tensor, Tensor]] = []
+        #: What torch has to accumulate once all else is done; see `accumulation`.
+        self._groups: list[Group] = []
+        self._accumulating = False
 
     # -- planning
 
@@ -97,10 +104,13 @@ class Ledger:
         recvs: Sequence[Recv],
         known: set[int],
         wanted: Sequence[Tensor],
+        groups: Sequence[Group] = (),
     ) -> None:
         """Take over a plan. `known` are the workers of the context, `wanted` the tensors whose
-        gradients are asked for, if not all leaves are."""
+        gradients are asked for, if not all leaves are; `groups` have leaves among those of the
+        plan."""
         self._wanted = {id(tensor) for tensor in wanted}
+        self._groups = list(groups)
         self._sends = {send.id: send for send in sends}
         self._loose = plan.loose
         self._replies = {recv.id: _Reply(recv) for recv in recvs}
@@ -262,6 +272,39 @@ class Ledger:
         if not self._how.for_inputs or id(leaf) in self._wanted:
             self.staged.append((leaf, gradient))
 
+    # -- accumulating
+
+    def take_groups(self) -> list[Group]:
+        """The groups to accumulate, once; when all their gradients are known, and nobody waits for
+        anything from here."""
+        if not self._can_accumulate() or self._outbox or self._untold:
+            return []
+        groups, self._groups = self._groups, []
+        self._accumulating = True
+        return groups
+
+    def _can_accumulate(self) -> bool:
+        return bool(self._groups) and self._has_all_gradients()
+
+    def _has_all_gradients(self) -> bool:
+        return not (
+            self._unfinished
+            or self._replies
+            or self._to_myself
+            or len(self.answers) < len(self._sends)
+        )
+
+    def take_staged(self, groups: Sequence[Group]) -> list[tuple[Tensor, Tensor]]:
+        """The gradients of groups of leaves; they are not staged any more."""
+        members = {id(leaf) for group in groups for leaf in group.leaves}
+        taken = [pair for pair in self.staged if id(pair[0]) in members]
+        self.staged = [pair for pair in self.staged if id(pair[0]) not in members]
+        return taken
+
+    def has_accumulated(self, gradients: list[tuple[Tensor, Tensor]]) -> None:
+        self.accumulated = gradients
+        self._accumulating = False
+
     # -- telling others
 
     def all_news(self) -> list[tuple[int, bool, News]]:
@@ -295,12 +338,11 @@ class Ledger:
     def _conclude(self) -> None:
         """See whether this worker's part has come to its end."""
         if (
-            self._unfinished
-            or self._replies
-            or self._to_myself
-            or self._unsure
+            self._unsure
             or self._children
-            or len(self.answers) < len(self._sends)
+            or self._groups
+            or self._accumulating
+            or not self._has_all_gradients()
         ):
             return
         if not self._untold or self._untold == {self.parent}:
@@ -313,6 +355,7 @@ class Ledger:
             or self._outbox
             or self._untold
             or self._to_myself
+            or self._can_accumulate()
             or (self.finished and not self._parent_knows)
         )
 

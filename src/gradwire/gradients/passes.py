@@ -36,9 +36,10 @@ from gradwire.agent.futures import Future
 from gradwire.agent.link import OpenCall
 from gradwire.agent.service import Request
 from gradwire.errors import CallTimeout, GradwireError
-from gradwire.gradients.context import Context
+from gradwire.gradients.accumulation import Group, accumulate, touched
+from gradwire.gradients.context import Context, add_up
 from gradwire.gradients.functions import Gradients, Send
-from gradwire.gradients.graph import Region, Root, make_plan
+from gradwire.gradients.graph import Plan, Region, Root, make_plan
 from gradwire.gradients.ledger import How, Ledger, News
 from gradwire.gradients.runs import GradBackup, Run
 from gradwire.wire.values import call_name
@@ -71,6 +72,13 @@ class Pass:
         #: Regions that are being run.
         self._running = 0
         self._backup = GradBackup()
+        #: The leaves that this pass may have gradients for, by id, if some of them are in groups.
+        self._reached: set[int] = set()
+
+    @property
+    def changes_grad(self) -> bool:
+        """Whether it changes `.grad` here, if only for a while."""
+        return self._into_grad or bool(self._reached)
 
     @property
     def finished(self) -> bool:
@@ -94,9 +102,28 @@ class Pass:
         wanted = inputs if self.how.for_inputs else None
         # Torch has to put the gradients of leaves into `.grad`, also if they were just sent back.
         plan = make_plan([*roots, *sends], recvs, wanted, loose=not self._into_grad)
+        groups = self._groups_of(plan, sends)
         with self._lock:
-            self._ledger.open(plan, sends, recvs, known, inputs)
+            self._ledger.open(plan, sends, recvs, known, inputs, groups)
             self._notify()
+
+    def _groups_of(self, plan: Plan, sends: Sequence[Send]) -> list[Group]:
+        """Those of the worker's groups of leaves that this pass reaches."""
+        all_groups = self._engine.groups()
+        if not all_groups or self._into_grad or self.how.for_inputs:
+            return []
+        ends = [send.ends[n] for send in sends for n in plan.loose.get(send.id, ())]
+        leaves = [leaf for region in plan.regions for leaf in region.leaves]
+        reached = {id(leaf) for leaf in [*leaves, *ends]}
+        groups = touched(all_groups, reached)
+        if groups:
+            self._reached = reached
+            if self.how.create_graph:
+                raise GradwireError(
+                    f"the gradients of {groups[0]} go through hooks behind torch's accumulation, "
+                    "and cannot be differentiated again: leave create_graph out"
+                )
+        return groups
 
     def take(self, sender: int, news: News, *, was_told: bool = False) -> None:
         """Take in what another worker has to tell. `was_told`: it answers our first message."""
@@ -112,7 +139,7 @@ class Pass:
         """Do all that can be done now, on this thread, and let others know."""
         while True:
             self._run_ready(gated=True)
-            if not self._exchange():
+            if not self._exchange() and not self._accumulate():
                 return
 
     def _run_ready(self, *, gated: bool) -> None:
@@ -161,6 +188,37 @@ class Pass:
         for (recv, position), gradient in zip(run.anchors, found[count:], strict=False):
             ledger.settle(recv.id, position, gradient)
         ledger.has_run(run.region)
+
+    def _accumulate(self) -> bool:
+        """See to the groups of leaves, last of all. True if there may be more to do afterwards."""
+        if not self._reached:
+            return False
+        with self._lock:
+            groups = [] if self.error is not None else self._ledger.take_groups()
+            if not groups:
+                return False
+            found = add_up({}, self._ledger.take_staged(groups))
+            self._running += 1
+        executor = self._engine.agent.executor
+        aside = executor.step_aside()  # hooks may wait for other workers in ways of their own
+        gradients: list[tuple[Tensor, Tensor]] = []
+        failure: BaseException | None = None
+        try:
+            self._engine.learn_outcomes(self.context)  # what earlier passes have found counts
+            before = self.context.gradient_sums()
+            gradients = accumulate(groups, self._reached, found, before)
+        except BaseException as error:
+            failure = error
+        finally:
+            if aside:
+                executor.step_back()
+        with self._lock:
+            self._ledger.has_accumulated(gradients)
+            self._running -= 1
+            self._notify()
+        if failure is not None:
+            self.fail(failure)
+        return failure is None
 
     def _deliver(self, message: int, position: int, gradient: Tensor | None) -> None:
         with self._lock:
@@ -366,6 +424,11 @@ class Pass:
             staged, self._ledger.staged = self._ledger.staged, []
             self._backup = GradBackup()
         return staged
+
+    @property
+    def accumulated(self) -> list[tuple[Tensor, Tensor]]:
+        """The gradients that include what the context had before."""
+        return self._ledger.accumulated
 
     def is_over(self) -> None:
         """Its outcome is known."""

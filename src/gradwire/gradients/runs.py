@@ -66,7 +66,8 @@ class Run:
             return ()
         handles: list[Any] = []
         edges = []
-        outer, running.region = running.region, True
+        outer = running.region, running.into_grad
+        running.region, running.into_grad = True, into_grad
         try:
             if self._gates:
                 self._wait_at_gates(gate, handles)
@@ -87,7 +88,7 @@ class Run:
                 accumulate_grad=into_grad,
             )
         finally:
-            running.region = outer
+            running.region, running.into_grad = outer
             for handle in handles:
                 handle.remove()
         if into_grad:

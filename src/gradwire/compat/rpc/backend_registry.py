@@ -12,7 +12,7 @@ from typing import Any
 from gradwire.agent.interceptors import Interceptor
 from gradwire.agent.roster import StoreRoster
 from gradwire.agent.service import Request
-from gradwire.compat import scripting
+from gradwire.compat import ddp, scripting
 from gradwire.compat.rpc import api
 from gradwire.compat.rpc.agents import TensorPipeAgent
 from gradwire.compat.rpc.constants import DEFAULT_INIT_METHOD, DEFAULT_RPC_TIMEOUT_SEC
@@ -93,6 +93,7 @@ class TorchWorker(Worker):
 
     def _get_ready(self) -> None:
         scripting.teach(self.agent.codec)
+        self.engine.groups = ddp.averaged_parameters
         self.agent.interceptors.append(Announcer())
         # First: the others drop what those who leave had held.
         self.agent.on_gone.insert(0, self._note_departure)
