@@ -134,7 +134,7 @@ class Engine:
         context = self._contexts.find(context_id)
         if context is None:
             # Nothing that was sent in this context has arrived here.
-            request.answer(([], [(id, None) for id in news[0]], NO_CHILD))
+            request.answer(([], [(id, None) for id in news[0]], NO_CHILD, [], []))
             return
         for id in failed:  # what they did to `.grad` is undone before this one changes it
             given_up = context.passes.get(id)

@@ -20,13 +20,17 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, Final, Literal
 
 import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
-Gradients = Sequence["Tensor | None"]
+#: What backward has brought a tensor. None: it has not come there. NOTHING: it has, with nothing:
+#: torch then goes on, in one process too, and asks functions for the gradients of no gradient.
+Gradient = Tensor | None | Literal[False]
+NOTHING: Final = False
+Gradients = Sequence[Gradient]
 
 _alias = torch.ops.aten._unsafe_view.default._op
 _strided = torch.strided

@@ -4,21 +4,23 @@ Sources are what gradients come from: the roots, and the sends of the context; t
 graph at their *starts*. Sinks are where they leave it: leaves, and the anchors of recvs. The graph
 between them falls into connected *regions*; each is run by itself.
 
-The walk visits every node once. From where an anchor is reached is worked out only for regions
-where that comes to matter (`reached_by`).
+The walk visits every node once.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
 from gradwire.gradients.functions import Recv, Send, edge_at
+
+if TYPE_CHECKING:
+    from gradwire.gradients.reach import Reach
 
 _Leaf: Any = torch._C._functions.AccumulateGrad  # type: ignore[attr-defined]
 
@@ -71,7 +73,7 @@ class Region:
     """A connected part of the graph, and how far a pass has got with it."""
 
     __slots__ = (
-        "anchors", "dead", "has_gradient", "leaves", "out", "queued", "reached", "sources",
+        "anchors", "asking", "has_gradient", "leaves", "out", "queued", "reach", "sources",
         "starts",
     )  # fmt: skip
 
@@ -85,9 +87,10 @@ class Region:
         self.out = 0
         self.has_gradient = False
         self.queued = False
-        #: The starts without a gradient, as bits, and per anchor those that reach it.
-        self.dead = 0
-        self.reached: list[int] | None = None
+        #: Where gradients can come to; worked out where that matters.
+        self.reach: Reach | None = None
+        #: Whether others were asked for that.
+        self.asking = False
 
 
 @dataclass(slots=True)
@@ -222,41 +225,3 @@ def lift_nodes(region: Region, count: int) -> None:
             if child is not None and child not in seen:
                 seen.add(child)
                 stack.append(child)
-
-
-def _nodes_in_order(region: Region) -> list[Any]:
-    """All nodes of a region, each before those it leads to."""
-    finished: list[Any] = []
-    seen: set[Any] = set()
-    for _, _, edge in region.starts:
-        start: Any = edge.node
-        if start in seen:
-            continue
-        seen.add(start)
-        stack: list[Any] = [(start, iter(start.next_functions))]
-        while stack:
-            node, children = stack[-1]
-            for child, _ in children:
-                if child is not None and child not in seen:
-                    seen.add(child)
-                    stack.append((child, iter(child.next_functions)))
-                    break
-            else:
-                finished.append(node)
-                stack.pop()
-    finished.reverse()
-    return finished
-
-
-def reached_by(region: Region) -> list[int]:
-    """Per anchor, the starts that reach it, as bits."""
-    order = _nodes_in_order(region)
-    masks: dict[Any, int] = dict.fromkeys(order, 0)
-    for bit, (_, _, edge) in enumerate(region.starts):
-        masks[edge.node] |= 1 << bit
-    for node in order:
-        mask = masks[node]
-        for child, _ in node.next_functions:
-            if child is not None:
-                masks[child] |= mask
-    return [masks[recv.anchors[n]] for recv, n in region.anchors]

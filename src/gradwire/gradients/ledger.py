@@ -7,22 +7,26 @@ be told, and when all of it is done.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torch import Tensor
 
-from gradwire.gradients.functions import Gradients, Recv, Send
-from gradwire.gradients.graph import Anchor, Plan, Region, reached_by
+from gradwire.gradients.functions import NOTHING, Gradient, Gradients, Recv, Send
+from gradwire.gradients.graph import Anchor, Plan, Region, Root
+from gradwire.gradients.reach import Reach
 
 if TYPE_CHECKING:
     from gradwire.gradients.accumulation import Group
 
 # (id of a send, the gradients of its tensors or None)
-Answer = tuple[int, "list[Tensor | None] | None"]
-# What one worker tells another: its sends that have no answer yet (said once), answers, and how
-# the teller stands to the one who is told.
-News = tuple["list[int]", "list[Answer]", int]
+Answer = tuple[int, "list[Gradient] | None"]
+# (id of a send, which of its tensors gradients will come to)
+Prospect = tuple[int, "list[int]"]
+# What one worker tells another: its sends that have no answer yet (said once), answers, how the
+# teller stands to the one who is told, the sends whose prospects it asks for, and prospects.
+News = tuple["list[int]", "list[Answer]", int, "list[int]", "list[Prospect]"]
 
 #: How a worker stands to another in a pass.
 NO_CHILD, CHILD, CHILD_DONE = range(3)
@@ -43,15 +47,25 @@ OPEN: Any = object()  # in place of what is not known yet
 _NOTHING: frozenset[int] = frozenset()
 
 
+def _has(gradients: Gradients | None, position: int) -> bool:
+    """Whether a tensor of a send has got a gradient."""
+    if gradients is None or position >= len(gradients):
+        return False
+    return gradients[position] is not None
+
+
 class _Reply:
     """The answer of a recv, while its gradients come in."""
 
-    __slots__ = ("gradients", "has_gradient", "open", "sender")
+    __slots__ = ("gradients", "has_gradient", "open", "recv", "sender", "told")
 
     def __init__(self, recv: Recv):
+        self.recv = recv
         self.sender = recv.sender
+        #: Whether the sender was told of its prospects.
+        self.told = False
         self.open = len(recv.anchors)
-        self.gradients: list[Tensor | None] = [OPEN] * self.open
+        self.gradients: list[Gradient] = [OPEN] * self.open
         self.has_gradient = False
 
 
@@ -70,7 +84,7 @@ class Ledger:
         self._loose: dict[int, set[int]] = {}
         #: By send: the region it is a source of, and the answer once it is there.
         self._region_of: dict[int, Region] = {}
-        self.answers: dict[int, list[Tensor | None] | None] = {}
+        self.answers: dict[int, list[Gradient] | None] = {}
         self.ready: list[Region] = []
         self._unfinished = 0
         self._recv_ids: frozenset[int] = frozenset()
@@ -78,7 +92,15 @@ class Ledger:
         #: What others must hear: that there is a pass, and answers.
         self._untold: set[int] = set()
         self._outbox: dict[int, list[Answer]] = {}
-        self._to_myself: list[Answer] = []
+        self._to_myself: list[Callable[[], None]] = []
+        #: Which tensors of sends gradients will come to, as far as others have said so; the sends
+        #: that was asked for; and what others must hear in this matter.
+        self.prospects: dict[int, frozenset[int]] = {}
+        self._asked: set[int] = set()
+        self._questions: dict[int, list[int]] = {}
+        self._prospects_for: dict[int, list[Prospect]] = {}
+        self._regions: list[Region] = []
+        self._region_of_anchor: dict[tuple[int, int], Region] = {}
         #: Everybody who knows of the pass, as far as this worker knows.
         self.involved: set[int] = set() if parent is None else {parent}
         #: Workers that were told and have not said yet whether they are children.
@@ -115,13 +137,13 @@ class Ledger:
         self._loose = plan.loose
         self._replies = {recv.id: _Reply(recv) for recv in recvs}
         self._recv_ids = frozenset(self._replies)
+        self._regions = plan.regions
         for region in plan.regions:
             for source in region.sources:
                 if type(source) is Send:
                     self._region_of[source.id] = region
                     region.out += 1
             region.has_gradient = region.out < len(region.sources)
-            self._consider(region)
         self._unfinished = len(plan.regions)
         for recv in recvs:
             if not recv.anchors:  # what it carried could not be decoded
@@ -131,12 +153,23 @@ class Ledger:
         if self._me in known:
             self._answer_unknown(self._me, self._unanswered(self._me))
         self._untold = known - {self._me}
+        for region in plan.regions:
+            self._consider(region)
         self.planned = True
 
     def _consider(self, region: Region) -> None:
-        if not region.queued and (not region.out or (region.has_gradient and region.anchors)):
-            region.queued = True
-            self.ready.append(region)
+        """Have a region run if it can: when all its sources are answered, or have gradients to
+        come, so that a run knows at which to wait."""
+        if region.queued:
+            return
+        if region.out:
+            if not region.has_gradient or not region.anchors:
+                return
+            self._ask_about(region)
+            if region.reach is None or not region.reach.is_known:
+                return
+        region.queued = True
+        self.ready.append(region)
 
     def _unanswered(self, worker: int) -> list[int]:
         answers = self.answers
@@ -156,13 +189,19 @@ class Ledger:
         self.ready.remove(region)
         return region
 
+    def settle_missing(self, region: Region, recv: Recv, position: int) -> None:
+        """A run has brought an anchor no gradient: backward has not come there, or with nothing."""
+        comes_there = self._look_into(region).includes(recv.anchors[position])
+        self.settle(recv.id, position, NOTHING if comes_there else None)
+
     def has_run(self, region: Region) -> None:
-        """Whatever its run did not bring a gradient has none."""
+        """Backward has not come to what its run has brought nothing."""
         for recv, position in region.anchors:
             if recv.id in self._replies:
                 self.settle(recv.id, position, None)
         for source in region.sources:
-            if type(source) is Send:
+            # (One may be still to come: with gradients for loose ends, but none for the region.)
+            if type(source) is Send and source.id in self.answers:
                 self.answers[source.id] = None  # used up
         self._unfinished -= 1
 
@@ -178,7 +217,7 @@ class Ledger:
 
     def take(self, sender: int, news: News, *, was_told: bool) -> None:
         """Take in what another worker has to tell. `was_told`: it answers our first message."""
-        sends, answers, standing = news
+        sends, answers, standing, questions, prospects = news
         self.involved.add(sender)
         if was_told:
             self._unsure.discard(sender)
@@ -191,6 +230,10 @@ class Ledger:
             self._answer_unknown(sender, sends)
         for id, gradients in answers:
             self._take_answer(id, gradients)
+        for id, positions in prospects:
+            self._take_prospects(id, positions)
+        for id in questions:
+            self._take_question(id)
 
     def _answer_unknown(self, sender: int, sends: Sequence[int]) -> None:
         """Sends that never got here have no gradients."""
@@ -200,7 +243,7 @@ class Ledger:
 
     def _post(self, to: int, answer: Answer) -> None:
         if to == self._me:
-            self._to_myself.append(answer)
+            self._to_myself.append(partial(self._take_answer, *answer))
         else:
             self._outbox.setdefault(to, []).append(answer)
 
@@ -208,10 +251,10 @@ class Ledger:
         if not self._to_myself:
             return False
         while self._to_myself:
-            self._take_answer(*self._to_myself.pop())
+            self._to_myself.pop()()
         return True
 
-    def _take_answer(self, id: int, gradients: list[Tensor | None] | None) -> None:
+    def _take_answer(self, id: int, gradients: list[Gradient] | None) -> None:
         send = self._sends.get(id)
         if send is None or id in self.answers:
             return
@@ -223,7 +266,7 @@ class Ledger:
             if position not in loose:
                 incomplete |= gradient is None
                 has_gradient |= gradient is not None
-            elif gradient is not None:
+            elif gradient is not None and gradient is not NOTHING:
                 assert gradients is not None
                 self.stage(send.ends[position], gradient)
                 gradients[position] = None  # it has got where it belongs
@@ -232,24 +275,115 @@ class Ledger:
             return
         region.out -= 1
         region.has_gradient |= has_gradient
-        if incomplete and region.anchors:
-            self._lose_starts(region, send, gradients or ())
+        if region.anchors and (incomplete or region.reach is not None):
+            self._look_into(region)
+            for source, position, _ in region.starts:
+                if source is send:
+                    self._resolve(region, id, position, alive=_has(gradients, position))
         self._consider(region)
 
-    def _lose_starts(self, region: Region, send: Send, gradients: Gradients) -> None:
-        """Some tensors of a send have no gradient. Neither have the anchors that are reached from
-        nowhere else."""
-        for bit, (source, position, _) in enumerate(region.starts):
-            lost = position >= len(gradients) or gradients[position] is None
-            if lost and source is send:
-                region.dead |= 1 << bit
-        if region.reached is None:
-            region.reached = reached_by(region)
-        for (recv, position), reached in zip(region.anchors, region.reached, strict=True):
-            if not reached & ~region.dead:
-                self.settle(recv.id, position, None)
+    # -- prospects
 
-    def settle(self, message: int, position: int, gradient: Tensor | None) -> None:
+    def _look_into(self, region: Region) -> Reach:
+        """Where in a region gradients can come to, as far as that is known."""
+        if region.reach is not None:
+            return region.reach
+        region.reach = Reach(region)
+        for source, position, edge in region.starts:
+            if type(source) is Root:
+                concerned = region.reach.bring_to_life(edge.node)
+                if region.asking:
+                    self._tell_prospects(concerned)
+                continue
+            assert type(source) is Send
+            id = source.id
+            if id in self.answers:
+                self._resolve(region, id, position, alive=_has(self.answers[id], position))
+            elif id in self.prospects:
+                self._resolve(region, id, position, alive=position in self.prospects[id])
+        return region.reach
+
+    def _ask_about(self, region: Region) -> None:
+        """Ask for what is not known of a region."""
+        region.asking = True
+        for id in self._look_into(region).open_sends() - self._asked:
+            self._asked.add(id)
+            to = self._sends[id].to
+            if to == self._me:
+                self._to_myself.append(partial(self._take_question, id))
+            else:
+                self._questions.setdefault(to, []).append(id)
+
+    def _resolve(self, region: Region, send: int, position: int, *, alive: bool) -> None:
+        """It is known whether a gradient comes to a start."""
+        assert region.reach is not None
+        concerned = region.reach.resolve(send, position, alive=alive)
+        if not alive:
+            for recv, of_recv in concerned:
+                self.settle(recv.id, of_recv, None)
+        if region.asking:  # those it asks will want to know the like
+            self._tell_prospects(concerned)
+
+    def _take_prospects(self, id: int, positions: Sequence[int]) -> None:
+        """Another worker says which tensors of a send gradients will come to."""
+        if id in self.answers or id in self.prospects:
+            return
+        self.prospects[id] = frozenset(positions)
+        region = self._region_of.get(id)
+        if region is None or region.reach is None:
+            return
+        for source, position, _ in region.starts:
+            if type(source) is Send and source.id == id:
+                self._resolve(region, id, position, alive=position in self.prospects[id])
+        self._consider(region)
+
+    def _take_question(self, id: int) -> None:
+        """Another worker asks which tensors of a send gradients will come to."""
+        reply = self._replies.get(id)
+        if reply is None:
+            return  # it was answered
+        for position, gradient in enumerate(reply.gradients):
+            region = self._region_with(id, position)
+            if gradient is OPEN and region is not None:
+                self._ask_about(region)
+        self._tell_prospects([(reply.recv, 0)])
+
+    def _tell_prospects(self, anchors: Sequence[Anchor]) -> None:
+        """Something new is known of recvs: tell their senders, of those of which all is known."""
+        for recv, _ in anchors:
+            reply = self._replies.get(recv.id)
+            if reply is None or reply.told:
+                continue
+            positions = []
+            for position, gradient in enumerate(reply.gradients):
+                if gradient is OPEN and not self._is_alive(recv, position):
+                    break
+                if gradient is not None:
+                    positions.append(position)
+            else:
+                reply.told = True
+                if reply.sender == self._me:
+                    self._to_myself.append(partial(self._take_prospects, recv.id, positions))
+                else:
+                    self._prospects_for.setdefault(reply.sender, []).append((recv.id, positions))
+
+    def _is_alive(self, recv: Recv, position: int) -> bool:
+        region = self._region_with(recv.id, position)
+        if region is None or region.reach is None:
+            return False
+        return region.reach.includes(recv.anchors[position])
+
+    def _region_with(self, message: int, position: int) -> Region | None:
+        """The region that an anchor is in."""
+        if not self._region_of_anchor:
+            self._region_of_anchor = {
+                (recv.id, of_recv): region
+                for region in self._regions
+                for recv, of_recv in region.anchors
+            }
+        return self._region_of_anchor.get((message, position))
+
+    def settle(self, message: int, position: int, gradient: Gradient) -> None:
         """The gradient of one received tensor is known; with the last one the recv answers."""
         reply = self._replies.get(message)
         if reply is None:
@@ -260,8 +394,8 @@ class Ledger:
                 return
             if gradient is not None:
                 reply.has_gradient = True
-                if gradient.requires_grad and not self._how.create_graph:
-                    gradient = gradient.detach()
+                if gradient is not NOTHING and gradient.requires_grad:
+                    gradient = gradient if self._how.create_graph else gradient.detach()
             gradients[position] = gradient
             reply.open -= 1
         if not reply.open:
@@ -310,7 +444,7 @@ class Ledger:
     def all_news(self) -> list[tuple[int, bool, News]]:
         """What has to be told, to whom, and whether it is the first that worker is told."""
         self._conclude()
-        workers = {*self._untold, *self._outbox}
+        workers = {*self._untold, *self._outbox, *self._questions, *self._prospects_for}
         if self.finished and self.parent is not None and not self._parent_knows:
             workers.add(self.parent)
         told = []
@@ -333,7 +467,9 @@ class Ledger:
         if worker == self.parent:
             self._parent_knows = self.finished
             standing = CHILD_DONE if self.finished else CHILD
-        return sends, self._outbox.pop(worker, []), standing
+        questions = self._questions.pop(worker, [])
+        prospects = self._prospects_for.pop(worker, [])
+        return sends, self._outbox.pop(worker, []), standing, questions, prospects
 
     def _conclude(self) -> None:
         """See whether this worker's part has come to its end."""
@@ -355,6 +491,8 @@ class Ledger:
             or self._outbox
             or self._untold
             or self._to_myself
+            or self._questions
+            or self._prospects_for
             or self._can_accumulate()
             or (self.finished and not self._parent_knows)
         )

@@ -38,10 +38,10 @@ from gradwire.agent.service import Request
 from gradwire.errors import CallTimeout, GradwireError
 from gradwire.gradients.accumulation import Group, accumulate, touched
 from gradwire.gradients.context import Context, add_up
-from gradwire.gradients.functions import Gradients, Send
+from gradwire.gradients.functions import Gradient, Gradients, Send
 from gradwire.gradients.graph import Plan, Region, Root, make_plan
 from gradwire.gradients.ledger import How, Ledger, News
-from gradwire.gradients.runs import GradBackup, Run
+from gradwire.gradients.runs import Found, GradBackup, Run
 from gradwire.wire.values import call_name
 
 if TYPE_CHECKING:
@@ -155,7 +155,7 @@ class Pass:
                 if self._into_grad:
                     self._backup.remember(run.leaves)
                 self._running += 1
-            found: Gradients = ()
+            found: Found = ()
             failure: BaseException | None = None
             try:
                 found = self._run(run)
@@ -170,7 +170,7 @@ class Pass:
             if failure is not None:
                 self.fail(failure)
 
-    def _run(self, run: Run) -> Gradients:
+    def _run(self, run: Run) -> Found:
         if self.how.create_graph:
             # What the run saves, to be differentiated too, is there to stay.
             recording = self._engine.versions.recording()
@@ -179,14 +179,17 @@ class Pass:
                     return run.run(self._gate, self._deliver, into_grad=self._into_grad)
         return run.run(self._gate, self._deliver, into_grad=self._into_grad)
 
-    def _take_from(self, run: Run, found: Gradients) -> None:
+    def _take_from(self, run: Run, found: Found) -> None:
         ledger = self._ledger
         count = len(run.leaves)
         for leaf, gradient in zip(run.leaves, found, strict=False):
             if gradient is not None:
                 ledger.stage(leaf, gradient)
         for (recv, position), gradient in zip(run.anchors, found[count:], strict=False):
-            ledger.settle(recv.id, position, gradient)
+            if gradient is None:
+                ledger.settle_missing(run.region, recv, position)
+            else:
+                ledger.settle(recv.id, position, gradient)
         ledger.has_run(run.region)
 
     def _accumulate(self) -> bool:
@@ -220,7 +223,7 @@ class Pass:
             self.fail(failure)
         return failure is None
 
-    def _deliver(self, message: int, position: int, gradient: Tensor | None) -> None:
+    def _deliver(self, message: int, position: int, gradient: Gradient) -> None:
         with self._lock:
             self._ledger.settle(message, position, gradient)
 

@@ -16,7 +16,15 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge
 from torch.autograd.variable import Variable
 
-from gradwire.gradients.functions import Gradients, Send, edge_at, edge_behind, running
+from gradwire.gradients.functions import (
+    NOTHING,
+    Gradient,
+    Gradients,
+    Send,
+    edge_at,
+    edge_behind,
+    running,
+)
 from gradwire.gradients.graph import Anchor, Region, Root, lift_nodes
 from gradwire.gradients.ledger import OPEN, How, Ledger
 
@@ -26,7 +34,9 @@ run_backward = Variable._execution_engine.run_backward
 #: Waits for the gradients of what was sent.
 Gate = Callable[[Send], "Gradients | None"]
 #: Told which tensor of which message has got which gradient.
-Deliver = Callable[[int, int, "Tensor | None"], None]
+Deliver = Callable[[int, int, Gradient], None]
+#: What a run gives.
+Found = Sequence["Tensor | None"]
 
 
 class Run:
@@ -49,17 +59,20 @@ class Run:
             assert type(source) is Send
             answer = answers.get(source.id, OPEN)
             if answer is OPEN:
-                self._gates.append((source, position))
+                if position in ledger.prospects[source.id]:
+                    self._gates.append((source, position))
             elif answer is not None and position < len(answer):
                 gradient = answer[position]
-                if gradient is not None:
+                if gradient is NOTHING:
+                    self._gates.append((source, position))  # torch begins nowhere with nothing
+                elif gradient is not None:
                     self._outputs.append(edge)
                     self._seeds.append(gradient)
         self.anchors = ledger.open_anchors(region)
         #: Where the pass was not started, tensors that it is for are not asked for.
         self.leaves = [] if how.for_inputs and ledger.parent is not None else region.leaves
 
-    def run(self, gate: Gate, deliver: Deliver, *, into_grad: bool) -> Gradients:
+    def run(self, gate: Gate, deliver: Deliver, *, into_grad: bool) -> Found:
         """Returns the gradients of the leaves and then those of the anchors, as far as they were
         not delivered, or put into `.grad`, on the way."""
         if not (self._outputs or self._gates) or not (self.leaves or self.anchors):
@@ -78,7 +91,7 @@ class Run:
             for recv, position in self.anchors:
                 node = recv.anchors[position]
                 edges.append(edge_behind(node) if behind else edge_at(node))
-            found: Gradients = run_backward(
+            found: Found = run_backward(
                 tuple(self._outputs),
                 tuple(self._seeds),
                 self._how.retain_graph,
@@ -113,9 +126,11 @@ class Run:
 def _at_gate(gate: Gate, send: Send, position: int, _seed: Any) -> tuple[Tensor | None]:
     gradients = gate(send) or ()
     gradient = gradients[position] if position < len(gradients) else None
+    if gradient is None or gradient is NOTHING:
+        return (None,)
     # Torch takes nothing sparse in the place of the seed, unless that is sparse too.
-    dense = gradient is not None and gradient.layout is not send.ends[position].layout
-    return (gradient.to_dense() if gradient is not None and dense else gradient,)
+    as_it_is = gradient.layout is send.ends[position].layout
+    return (gradient if as_it_is else gradient.to_dense(),)
 
 
 def _watch(anchor: Anchor, deliver: Deliver) -> Any:
@@ -128,7 +143,7 @@ def _reached(
     deliver: Deliver, message: int, position: int, gradients: tuple[Tensor | None]
 ) -> tuple[None] | None:
     (gradient,) = gradients
-    deliver(message, position, gradient)
+    deliver(message, position, NOTHING if gradient is None else gradient)
     # It has been taken; what is behind the anchor cannot handle a sparse one.
     return None if gradient is None or gradient.layout is torch.strided else (None,)
 

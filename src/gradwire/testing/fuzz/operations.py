@@ -212,7 +212,8 @@ def _change_copy(inputs: list[Tensor], _number: int) -> list[Tensor]:
 
 
 def _detach(inputs: list[Tensor], _number: int) -> list[Tensor]:
-    return [inputs[0].detach()]
+    """(Not of a leaf itself: it could be changed through what was detached.)"""
+    return [writable(inputs[0]).detach()]
 
 
 def _no_grad(inputs: list[Tensor], _number: int) -> list[Tensor]:
