@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -98,6 +99,8 @@ class Service:
         self.received = 0
         self._last_sent = 0.0
         self._recent: dict[int, None] = {}
+        #: Two threads serve at the same time for a moment when the lead changes hands.
+        self._noting = threading.Lock()
         #: The caller has said that it leaves; its silence from now on is no loss.
         self.farewell = False
         connection.attach(agent.poller, self._on_readable)
@@ -154,12 +157,13 @@ class Service:
             return
         request = Request(self, kind, call_id, tags, payload, frame.buffers)
         if call_id < UNCOUNTED:
-            if call_id in self._recent:
-                return  # a duplicate: no function runs twice
-            self._recent[call_id] = None
-            if len(self._recent) > _REMEMBERED_CALLS:
-                del self._recent[next(iter(self._recent))]
-            self.received += 1
+            with self._noting:
+                if call_id in self._recent:
+                    return  # a duplicate: no function runs twice
+                self._recent[call_id] = None
+                if len(self._recent) > _REMEMBERED_CALLS:
+                    del self._recent[next(iter(self._recent))]
+                self.received += 1
             self.requests[call_id] = request
         try:
             self.agent.serve(request)
