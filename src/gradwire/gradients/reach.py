@@ -4,7 +4,7 @@ In one process torch runs the nodes that lead from the roots to leaves, and no o
 many workers it takes the word of others to know which nodes those are: a start is *alive* if
 something that the roots depend on was made of the tensor that was sent there, else *dead*. This
 says what follows from that for the anchors of the region, and looks at every node at most three
-times: to count, to bring it to life, and to rule it out.
+times: to count the ways to it, to bring it to life, and to rule it out.
 """
 
 from __future__ import annotations
@@ -14,24 +14,28 @@ from typing import Any
 from gradwire.gradients.functions import Send
 from gradwire.gradients.graph import Anchor, Region
 
-#: The tensor of a send, by the id of that and its position there.
-Tensors = tuple[int, int]
+#: The id of a send, and which of its tensors.
+SentTensor = tuple[int, int]
 
 
 class Reach:
     """See the module's text."""
 
     def __init__(self, region: Region):
+        self._region = region
         self._anchors = {recv.anchors[n]: (recv, n) for recv, n in region.anchors}
         self._alive: set[Any] = set()
         #: By node: how many ways into it have not been ruled out.
         self._ways: dict[Any, int] = {}
         #: The starts of which nothing is known yet.
-        self._open: dict[Tensors, Any] = {}
-        stack: list[Any] = []
+        self._open: dict[SentTensor, Any] = {}
         for source, position, edge in region.starts:
             if type(source) is Send:
                 self._open[source.id, position] = edge.node
+
+    def _count_ways(self) -> None:
+        stack: list[Any] = []
+        for _, _, edge in self._region.starts:
             self._count(edge.node, stack)
         while stack:
             node = stack.pop()
@@ -64,6 +68,9 @@ class Reach:
         node = self._open.pop((send, position), None)
         if node is None:
             return []
+        if len(self._region.starts) == 1:  # there is nothing in the region that it does not reach
+            self._alive.update(self._anchors if alive else ())
+            return self._region.anchors
         return self.bring_to_life(node) if alive else self._rule_out(node)
 
     def bring_to_life(self, node: Any) -> list[Anchor]:
@@ -82,6 +89,8 @@ class Reach:
         return found
 
     def _rule_out(self, node: Any) -> list[Anchor]:
+        if not self._ways:
+            self._count_ways()
         found = []
         stack = [node]
         while stack:
