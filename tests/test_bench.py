@@ -14,6 +14,7 @@ from types import SimpleNamespace
 import pytest
 
 from gradwire.bench import autograd, contest, rpc
+from gradwire.bench.table import table
 from gradwire.bench.timing import microseconds, milliseconds
 
 SMALL = [c for c in rpc.SUITE.cases if " MB" not in c.name and " at a time" not in c.name]
@@ -47,7 +48,8 @@ if __name__ == "__main__":
         contest.Case(f.__name__, f, 1, str, contestants=("machine",), limit=limit)
         for f, limit in [(fail, 60), (die, 60), (hang, 0.1), (work, 60)]
     ]
-    outcome = contest.hold(contest.Suite("", rpc.SUITE.contestants[2:], tuple(cases)), 2, False)
+    machine = [c for c in rpc.SUITE.contestants if c.name == "machine"]
+    outcome = contest.hold(contest.Suite("", tuple(machine), tuple(cases)), 2, False)
     print(json.dumps([outcome.samples, outcome.failures]))
     assert not multiprocessing.active_children()
     assert "torch" not in sys.modules
@@ -108,29 +110,35 @@ def test_wrong_gradients_are_not_measured() -> None:
 
 
 def test_a_table_compares_the_contestants_round_by_round() -> None:
-    shown = {"show": milliseconds, "steps": contest.Steps(1000, microseconds)}
+    case = contest.Case("", rpc.noop_calls, 1, milliseconds, steps=contest.Steps(10, microseconds))
     cases = (
-        replace(SMALL[0], name="both", **shown),
-        replace(SMALL[0], name="one", **shown),
-        replace(SMALL[-1], name="floor", **shown),
+        replace(case, name="both", aim=2.5, floor=contest.Floor("floor", 2)),
+        replace(case, name="one", aim=3),
+        replace(case, name="more", aim=3, contestants=("torch", "gradwire", "peer")),
+        replace(case, name="floor", contestants=("machine",)),
     )
+    torch, gradwire = [[8e-3], [6e-3], [9e-3]], [[2e-3], [3e-3], [3e-3]]
     samples = {
-        "both": {"torch": [[8e-3], [6e-3], [9e-3]], "gradwire": [[2e-3], [3e-3], [3e-3]]},
-        "one": {"torch": [[8e-3]], "gradwire": [[2e-3], [3e-3], [3e-3]]},
+        "both": {"torch": torch, "gradwire": gradwire},
+        "one": {"torch": [[8e-3]], "gradwire": gradwire},
+        "more": {"torch": torch, "gradwire": torch, "peer": gradwire},
         "floor": {"machine": [[1e-3], [1e-3], [1e-3]]},
     }
-    failures = {"both": {}, "one": {"torch": "no luck"}, "floor": {}}
-    table = contest.table(replace(rpc.SUITE, cases=cases), contest.Outcome(samples, failures))
-    assert [re.split("  +", line) for line in table.splitlines()] == [
-        ["", "torch", "gradwire", "torch / gradwire"],
-        ["both", "8.00 ms (6.00 .. 9.00)", "3.00 ms (2.00 .. 3.00)", "3.00 (2.00 .. 4.00)"],
-        ["one", "failed", "3.00 ms (2.00 .. 3.00)", "failed"],
+    failures = {"both": {}, "one": {"torch": "no luck"}, "more": {}, "floor": {}}
+    shown = table(replace(rpc.SUITE, cases=cases), contest.Outcome(samples, failures))
+    eight, three = "8.00 ms (6.00 .. 9.00)", "3.00 ms (2.00 .. 3.00)"
+    assert [re.split("  +", line) for line in shown.splitlines()] == [
+        ["", "torch", "gradwire", "torch / gradwire", "aim", "gradwire / floor", "peer"],
+        ["both", eight, three, "3.00 (2.00 .. 4.00)", "2.5", "1.50 (1.00 .. 1.50)"],
+        ["one", "failed", three, "failed", "3 missed"],
+        ["more", eight, eight, "1.00 (1.00 .. 1.00)", "3 missed", three],
         [""],
         ["each", "torch", "gradwire"],
-        ["both", "8 µs (6 .. 9)", "3 µs (2 .. 3)"],
-        ["one", "failed", "3 µs (2 .. 3)"],
+        ["both", "800 µs (600 .. 900)", "300 µs (200 .. 300)"],
+        ["one", "failed", "300 µs (200 .. 300)"],
+        ["more", "800 µs (600 .. 900)", "800 µs (600 .. 900)", "300 µs (200 .. 300)"],
         [""],
-        ["floor", "1.00 ms (1.00 .. 1.00)", "1 µs (1 .. 1)"],
+        ["floor", "1.00 ms (1.00 .. 1.00)", "100 µs (100 .. 100)"],
     ]
 
 

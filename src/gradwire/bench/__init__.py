@@ -12,6 +12,7 @@ from dataclasses import asdict
 from importlib import import_module
 
 from gradwire.bench import contest
+from gradwire.bench.table import table
 
 #: The suites, and the modules they are in.
 SUITES = {"autograd": "gradwire.bench.autograd", "rpc": "gradwire.bench.rpc"}
@@ -33,7 +34,7 @@ def main(suite: str, rounds: int, quick: bool, json_file: str | None) -> int:
         return 1
     except KeyboardInterrupt:
         return 130
-    print(contest.table(chosen, outcome), flush=True)
+    print(table(chosen, outcome), flush=True)
     if json_file:
         with open(json_file, "w") as file:
             json.dump({"suite": suite, **conditions, "unit": "s", **asdict(outcome)}, file)
