@@ -14,7 +14,7 @@ from types import SimpleNamespace
 import pytest
 
 from gradwire.bench import autograd, contest, rpc
-from gradwire.bench.table import table
+from gradwire.bench.tables import table
 from gradwire.bench.timing import microseconds, milliseconds
 
 SMALL = [c for c in rpc.SUITE.cases if " MB" not in c.name and " at a time" not in c.name]

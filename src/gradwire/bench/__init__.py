@@ -12,10 +12,14 @@ from dataclasses import asdict
 from importlib import import_module
 
 from gradwire.bench import contest
-from gradwire.bench.table import table
+from gradwire.bench.tables import table
 
 #: The suites, and the modules they are in.
-SUITES = {"autograd": "gradwire.bench.autograd", "rpc": "gradwire.bench.rpc"}
+SUITES = {
+    "autograd": "gradwire.bench.autograd",
+    "rpc": "gradwire.bench.rpc",
+    "scale": "gradwire.bench.scale",
+}
 
 
 def main(suite: str, rounds: int, quick: bool, json_file: str | None) -> int:
