@@ -35,7 +35,7 @@ format: $(READY)
 $(READY): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install -q -c constraints.txt torch setuptools
-	$(BIN)/pip install -q -c constraints.txt --no-build-isolation -e ".[dev,closures]"
+	$(BIN)/pip install -q -c constraints.txt --no-build-isolation -e ".[dev,closures,plots]"
 	touch $@
 
 clean:

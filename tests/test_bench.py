@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import subprocess
 import sys
+import warnings
 from contextlib import nullcontext
 from dataclasses import replace
+from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
-from gradwire.bench import autograd, contest, rpc
+from gradwire.bench import autograd, contest, groups, memory, peers, plots, rpc, scale
 from gradwire.bench.tables import table
 from gradwire.bench.timing import microseconds, milliseconds
 
@@ -107,6 +111,82 @@ def test_wrong_gradients_are_not_measured() -> None:
     program = autograd.chain(3)
     with pytest.raises(AssertionError, match="in one process"):
         autograd.check(program, autograd.Library(halved, autograd.locally))
+
+
+def test_a_group_gives_what_its_processes_return_or_the_first_failure() -> None:
+    def fail(rank: int, meet: groups.Meet) -> None:
+        if rank == 1:
+            raise ValueError("no luck")
+        meet()
+
+    def die(rank: int, meet: groups.Meet) -> None:
+        if rank == 1:
+            os._exit(1)
+        meet()
+
+    assert groups.in_group(3, lambda rank, meet: (rank, meet())) == [
+        (0, None),
+        (1, None),
+        (2, None),
+    ]
+    with pytest.raises(RuntimeError, match="ValueError: no luck"):
+        groups.in_group(2, fail)
+    with pytest.raises(RuntimeError, match="died"):
+        groups.in_group(2, die)
+
+
+@pytest.mark.parametrize("package", ["gradwire", "torch.distributed"])
+def test_what_grows_is_measured_in_groups(package: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    for module, name, number in (
+        (scale, "BATCH", 5),
+        (scale, "WINDOW", 20),
+        (memory, "OPEN", 20),
+        (memory, "OPEN_BEFORE", 5),
+    ):
+        monkeypatch.setattr(module, name, number)
+    with warnings.catch_warnings(), scale.ready_to_fork(package, 0) as tools:
+        for few, count in (
+            (scale.caller_cpu, 2),
+            (scale.callee_cpu, 2),
+            (partial(scale.meetings, 2), 2),
+            (partial(scale.hammering, 2), 1),
+            (partial(scale.slowest_of_hammering, 2), 1),
+            (partial(scale.spreading, 2), 2),
+            (memory.memory_of_contexts, 1),
+            (memory.memory_of_calls, 1),
+        ):
+            assert len(few(tools, count)) == count
+
+
+def test_peers_take_part_where_they_are_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(peers, "find_spec", lambda module: module == "ray")
+    suite, missing = peers.invite(rpc.SUITE)
+    assert missing == ["Monarch is not installed: pip install torchmonarch"]
+    assert [c.name for c in suite.contestants if not c.lasting] == ["Ray"]
+    for case in suite.cases:
+        assert ("Ray" in case.contestants) == case.peers
+
+
+@pytest.mark.skipif(find_spec("matplotlib") is None, reason="needs gradwire[plots]")
+def test_what_was_measured_is_drawn(tmp_path: Path) -> None:
+    cases = [case for case in scale.SUITE.cases if case.point]
+    measured = {
+        "cases": {c.name: {"plot": c.point.plot, "x": c.point.x} for c in cases if c.point},
+        "samples": {c.name: {"torch": [[2.0], [3.0]], "gradwire": [[1.0], [1.0]]} for c in cases},
+        "failures": {c.name: {} for c in cases},
+    }
+    (tmp_path / "scale.json").write_text(json.dumps(measured))
+    done = subprocess.run(
+        [sys.executable, "-m", "gradwire", "plot", "scale.json", "--into", "plots"],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert {file.name for file in (tmp_path / "plots").iterdir()} == {p.file for p in plots.PLOTS}
+    assert ">gradwire</text>" in (tmp_path / "plots" / "latency.svg").read_text()
 
 
 def test_a_table_compares_the_contestants_round_by_round() -> None:

@@ -113,13 +113,11 @@ class Outcome:
 
 
 def hold(suite: Suite, rounds: int, quick: bool) -> Outcome:
-    """Let the contestants take turns at every case, `rounds` times. Raises `BenchError` if one of
-    them cannot be started."""
+    """Let the contestants take turns at every case, `rounds` times."""
     samples: Samples = {case.name: {who: [] for who in case.contestants} for case in suite.cases}
     failures: dict[str, dict[str, str]] = {case.name: {} for case in suite.cases}
-    contestants = {contestant.name: contestant for contestant in suite.contestants}
-    running: dict[str, _Team] = {}
-    with ExitStack() as contest:
+    with ExitStack() as until_the_end:
+        teams = _Teams(suite.contestants, until_the_end)
         for round in range(rounds):
             for case in suite.cases:
                 order = case.contestants if round % 2 == 0 else reversed(case.contestants)
@@ -127,20 +125,49 @@ def hold(suite: Suite, rounds: int, quick: bool) -> Outcome:
                 for who in order:
                     if who in failures[case.name]:
                         continue
-                    with ExitStack() as turn:
-                        if who not in running:
-                            stay = contest if contestants[who].lasting else turn
-                            running[who] = stay.enter_context(_running(contestants[who]))
-                        try:
-                            samples[case.name][who].append(running[who].do(case, count))
-                        except BenchError as error:
-                            failures[case.name][who] = str(error)
-                            running.pop(who).kill()  # what it was at would spoil what follows
-                    if not contestants[who].lasting:
-                        running.pop(who, None)
+                    try:
+                        samples[case.name][who].append(teams.turn(who, case, count))
+                    except BenchError as error:
+                        failures[case.name][who] = str(error)
             _progress(f"round {round + 1} of {rounds}")
     _progress("")
     return Outcome(samples, failures)
+
+
+class _Teams:
+    """The contestants, each started when it is first needed. One that cannot be started fails at
+    everything."""
+
+    def __init__(self, contestants: Sequence[Contestant], until_the_end: ExitStack):
+        self._contestants = {contestant.name: contestant for contestant in contestants}
+        self._until_the_end = until_the_end
+        self._running: dict[str, _Team] = {}
+        self._not_started: dict[str, BenchError] = {}
+
+    def turn(self, who: str, case: Case, count: int) -> list[float]:
+        lasting = self._contestants[who].lasting
+        with ExitStack() as turn:
+            team = self._running.get(who) or self._start(
+                who, self._until_the_end if lasting else turn
+            )
+            try:
+                return team.do(case, count)
+            except BenchError:
+                team.kill()  # whatever it was at would spoil what follows
+                self._running.pop(who, None)
+                raise
+
+    def _start(self, who: str, until: ExitStack) -> _Team:
+        if who in self._not_started:
+            raise self._not_started[who]
+        try:
+            team = until.enter_context(_running(self._contestants[who]))
+        except BenchError as error:
+            self._not_started[who] = error
+            raise
+        if self._contestants[who].lasting:
+            self._running[who] = team
+        return team
 
 
 class _Team:
