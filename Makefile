@@ -26,6 +26,9 @@ conformance: $(READY)
 bench: $(READY)
 	$(BIN)/gradwire bench rpc
 	$(BIN)/gradwire bench autograd
+	mkdir -p build
+	$(BIN)/gradwire bench scale --json build/scale.json
+	$(BIN)/gradwire plot build/scale.json --into docs/plots
 
 format: $(READY)
 	$(BIN)/ruff check --fix .

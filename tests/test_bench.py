@@ -21,7 +21,11 @@ from gradwire.bench import autograd, contest, groups, memory, peers, plots, rpc,
 from gradwire.bench.tables import table
 from gradwire.bench.timing import microseconds, milliseconds
 
-SMALL = [c for c in rpc.SUITE.cases if " MB" not in c.name and " at a time" not in c.name]
+SMALL = [
+    case
+    for case in rpc.SUITE.cases
+    if " MB" not in case.name and " at a time" not in case.name and case.contestants != rpc.TCP
+]
 
 #: In a process of its own: multiprocessing keeps helpers until the process that used it ends.
 TRIAL = """
@@ -152,10 +156,22 @@ def test_what_grows_is_measured_in_groups(package: str, monkeypatch: pytest.Monk
             (partial(scale.hammering, 2), 1),
             (partial(scale.slowest_of_hammering, 2), 1),
             (partial(scale.spreading, 2), 2),
+            (partial(scale.backward, 2), 2),
             (memory.memory_of_contexts, 1),
             (memory.memory_of_calls, 1),
         ):
             assert len(few(tools, count)) == count
+
+
+@pytest.mark.parametrize("name", rpc.TCP)
+def test_calls_can_be_made_to_go_over_tcp(name: str) -> None:
+    [over_tcp] = [c for c in rpc.SUITE.contestants if c.name == name]
+
+    def member(rank: int, meet: groups.Meet) -> list[float]:
+        with over_tcp.join(rank) as caller:
+            return rpc.noop_calls(caller, 3) if rank == 0 else []
+
+    assert [len(samples) for samples in groups.in_group(2, member)] == [3, 0]
 
 
 def test_peers_take_part_where_they_are_installed(monkeypatch: pytest.MonkeyPatch) -> None:

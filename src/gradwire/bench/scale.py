@@ -1,8 +1,8 @@
 """How costs grow: with the size of messages, with the number of workers, of calls that wait and of
 contexts that are open. And what a worker costs before it does anything.
 
-Sizes and CPU time are measured between two processes that stay; the rest in groups of processes
-that are made for one turn.
+Sizes are measured between two processes that stay; the rest in groups of processes that are made
+for one turn.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ print(time.perf_counter() - begin)
 """
 
 
-# -- groups
+# -- in groups
 
 
 def caller_cpu(package: str, count: int) -> list[float]:
@@ -122,6 +122,21 @@ def slowest_of_hammering(clients: int, package: str, count: int) -> list[float]:
     return [samples[int(0.99 * len(samples))] for samples in found]
 
 
+def backward(calls: int, package: str, count: int) -> list[float]:
+    """Seconds of the backward pass alone, through a chain of calls."""
+
+    def member(rank: int, meet: Meet) -> list[float]:
+        joined(package, rank, 2)
+        library = autograd.library(package)
+        program = partial(autograd.chain, calls)
+        samples = autograd.backward_alone(program, library, count) if rank == 0 else []
+        meet()
+        return samples
+
+    samples: list[float] = in_group(2, member)[0]
+    return samples
+
+
 def spreading(peers: int, package: str, count: int) -> list[float]:
     """Seconds per call of one worker that calls all others, with many calls under way."""
 
@@ -180,7 +195,6 @@ def in_words(size: int) -> str:
 
 # -- all of it
 
-GRADIENTS = ("torch with gradients", "gradwire with gradients")
 GROUPS = ("torch in groups", "gradwire in groups")
 
 
@@ -192,10 +206,9 @@ def latency_case(size: int) -> Case:
 
 
 def backward_case(calls: int, count: int) -> Case:
-    program = partial(autograd.chain, calls)
-    measure, point = partial(autograd.backward_alone, program), Point("backward", calls)
     name = f"backward of {calls:,} chained call{'s' if calls > 1 else ''}"
-    return Case(name, measure, count, milliseconds, 1, GRADIENTS, point=point)
+    measure, point = partial(backward, calls), Point("backward", calls)
+    return Case(name, measure, count, milliseconds, 1, GROUPS, point=point)
 
 
 def peers_case(peers: int) -> Case:
@@ -215,8 +228,6 @@ SUITE = Suite(
     (
         Contestant("torch", partial(caller, "torch.distributed.rpc")),
         Contestant("gradwire", partial(caller, "gradwire.rpc")),
-        Contestant(GRADIENTS[0], partial(autograd.worker, "torch.distributed")),
-        Contestant(GRADIENTS[1], partial(autograd.worker, "gradwire")),
         Contestant(GROUPS[0], partial(ready_to_fork, "torch.distributed"), processes=1),
         Contestant(GROUPS[1], partial(ready_to_fork, "gradwire"), processes=1),
     ),
