@@ -191,7 +191,7 @@ PLOTS = (
         "size",
         of_bytes,
         of_rate,
-        [4 * KB, 64 * KB, MB, 16 * MB, GB],
+        [4 * KB, 64 * KB, MB, 16 * MB, 256 * MB],
         lambda size, seconds: 2 * size / seconds,
         first_x=4 * KB,
     ),
