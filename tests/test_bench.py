@@ -45,6 +45,9 @@ def hang(tools, count):
 def work(tools, count):
     return [1.0] * count
 
+def absent(rank):
+    os._exit(1)
+
 if __name__ == "__main__":
     names = sys.argv[1:]
     small = replace(rpc.SUITE, cases=tuple(c for c in rpc.SUITE.cases if c.name in names))
@@ -56,15 +59,21 @@ if __name__ == "__main__":
         contest.Case(f.__name__, f, 1, str, contestants=("machine",), limit=limit)
         for f, limit in [(fail, 60), (die, 60), (hang, 0.1), (work, 60)]
     ]
-    machine = [c for c in rpc.SUITE.contestants if c.name == "machine"]
-    outcome = contest.hold(contest.Suite("", tuple(machine), tuple(cases)), 2, False)
+    [machine] = [c for c in rpc.SUITE.contestants if c.name == "machine"]
+    outcome = contest.hold(contest.Suite("", (machine,), tuple(cases)), 2, False)
+    print(json.dumps([outcome.samples, outcome.failures]))
+
+    guest = replace(machine, name="guest", lasting=False)
+    others = guest, replace(guest, name="absent", join=absent)
+    case = replace(cases[-1], contestants=("guest", "absent"))
+    outcome = contest.hold(contest.Suite("", others, (case, replace(case, name="more"))), 2, False)
     print(json.dumps([outcome.samples, outcome.failures]))
     assert not multiprocessing.active_children()
     assert "torch" not in sys.modules
 """
 
 
-def test_contestants_take_turns_and_one_that_fails_at_a_case_goes_on_with_the_next(
+def test_contestants_take_turns_and_one_that_fails_or_is_absent_does_not_stop_the_others(
     tmp_path: Path,
 ) -> None:
     (tmp_path / "trial.py").write_text(TRIAL)
@@ -77,7 +86,7 @@ def test_contestants_take_turns_and_one_that_fails_at_a_case_goes_on_with_the_ne
         check=False,
     )
     assert (done.returncode, done.stderr) == (0, "")
-    samples, (others, failures) = map(json.loads, done.stdout.splitlines())
+    samples, (others, failures), (guests, absences) = map(json.loads, done.stdout.splitlines())
     for case in SMALL:
         assert list(samples[case.name]) == list(case.contestants)
         for rounds in samples[case.name].values():
@@ -86,6 +95,9 @@ def test_contestants_take_turns_and_one_that_fails_at_a_case_goes_on_with_the_ne
     assert failures["die"] == {"machine": "machine, die: its process died; see above"}
     assert failures["hang"] == {"machine": "machine, hang: no answer after 0.1 s"}
     assert others["work"] == {"machine": [[1.0], [1.0]]}
+    assert guests["work"] == guests["more"] == {"guest": [[1.0], [1.0]], "absent": []}
+    why = {"absent": "absent, process 0, starting: its process died; see above"}
+    assert absences["work"] == absences["more"] == why
 
 
 def test_gradients_are_measured_in_every_case(tmp_path: Path) -> None:
