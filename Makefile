@@ -26,6 +26,9 @@ conformance: $(READY)
 bench: $(READY)
 	$(BIN)/gradwire bench rpc
 	$(BIN)/gradwire bench autograd
+	mkdir -p build
+	$(BIN)/gradwire bench scale --json build/scale.json
+	$(BIN)/gradwire plot build/scale.json --into docs/plots
 
 format: $(READY)
 	$(BIN)/ruff check --fix .
@@ -35,7 +38,7 @@ format: $(READY)
 $(READY): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install -q -c constraints.txt torch setuptools
-	$(BIN)/pip install -q -c constraints.txt --no-build-isolation -e ".[dev,closures]"
+	$(BIN)/pip install -q -c constraints.txt --no-build-isolation -e ".[dev,closures,plots]"
 	touch $@
 
 clean:

@@ -3,20 +3,29 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import subprocess
 import sys
+import warnings
 from contextlib import nullcontext
 from dataclasses import replace
+from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
-from gradwire.bench import autograd, contest, rpc
+from gradwire.bench import autograd, contest, groups, memory, peers, plots, rpc, scale
+from gradwire.bench.tables import table
 from gradwire.bench.timing import microseconds, milliseconds
 
-SMALL = [c for c in rpc.SUITE.cases if " MB" not in c.name and " at a time" not in c.name]
+SMALL = [
+    case
+    for case in rpc.SUITE.cases
+    if " MB" not in case.name and " at a time" not in case.name and case.contestants != rpc.TCP
+]
 
 #: In a process of its own: multiprocessing keeps helpers until the process that used it ends.
 TRIAL = """
@@ -36,6 +45,9 @@ def hang(tools, count):
 def work(tools, count):
     return [1.0] * count
 
+def absent(rank):
+    os._exit(1)
+
 if __name__ == "__main__":
     names = sys.argv[1:]
     small = replace(rpc.SUITE, cases=tuple(c for c in rpc.SUITE.cases if c.name in names))
@@ -47,14 +59,21 @@ if __name__ == "__main__":
         contest.Case(f.__name__, f, 1, str, contestants=("machine",), limit=limit)
         for f, limit in [(fail, 60), (die, 60), (hang, 0.1), (work, 60)]
     ]
-    outcome = contest.hold(contest.Suite("", rpc.SUITE.contestants[2:], tuple(cases)), 2, False)
+    [machine] = [c for c in rpc.SUITE.contestants if c.name == "machine"]
+    outcome = contest.hold(contest.Suite("", (machine,), tuple(cases)), 2, False)
+    print(json.dumps([outcome.samples, outcome.failures]))
+
+    guest = replace(machine, name="guest", lasting=False)
+    others = guest, replace(guest, name="absent", join=absent)
+    case = replace(cases[-1], contestants=("guest", "absent"))
+    outcome = contest.hold(contest.Suite("", others, (case, replace(case, name="more"))), 2, False)
     print(json.dumps([outcome.samples, outcome.failures]))
     assert not multiprocessing.active_children()
     assert "torch" not in sys.modules
 """
 
 
-def test_contestants_take_turns_and_one_that_fails_at_a_case_goes_on_with_the_next(
+def test_contestants_take_turns_and_one_that_fails_or_is_absent_does_not_stop_the_others(
     tmp_path: Path,
 ) -> None:
     (tmp_path / "trial.py").write_text(TRIAL)
@@ -67,7 +86,7 @@ def test_contestants_take_turns_and_one_that_fails_at_a_case_goes_on_with_the_ne
         check=False,
     )
     assert (done.returncode, done.stderr) == (0, "")
-    samples, (others, failures) = map(json.loads, done.stdout.splitlines())
+    samples, (others, failures), (guests, absences) = map(json.loads, done.stdout.splitlines())
     for case in SMALL:
         assert list(samples[case.name]) == list(case.contestants)
         for rounds in samples[case.name].values():
@@ -76,6 +95,9 @@ def test_contestants_take_turns_and_one_that_fails_at_a_case_goes_on_with_the_ne
     assert failures["die"] == {"machine": "machine, die: its process died; see above"}
     assert failures["hang"] == {"machine": "machine, hang: no answer after 0.1 s"}
     assert others["work"] == {"machine": [[1.0], [1.0]]}
+    assert guests["work"] == guests["more"] == {"guest": [[1.0], [1.0]], "absent": []}
+    why = {"absent": "absent, process 0, starting: its process died; see above"}
+    assert absences["work"] == absences["more"] == why
 
 
 def test_gradients_are_measured_in_every_case(tmp_path: Path) -> None:
@@ -107,30 +129,124 @@ def test_wrong_gradients_are_not_measured() -> None:
         autograd.check(program, autograd.Library(halved, autograd.locally))
 
 
-def test_a_table_compares_the_contestants_round_by_round() -> None:
-    shown = {"show": milliseconds, "steps": contest.Steps(1000, microseconds)}
-    cases = (
-        replace(SMALL[0], name="both", **shown),
-        replace(SMALL[0], name="one", **shown),
-        replace(SMALL[-1], name="floor", **shown),
+def test_a_group_gives_what_its_processes_return_or_the_first_failure() -> None:
+    def fail(rank: int, meet: groups.Meet) -> None:
+        if rank == 1:
+            raise ValueError("no luck")
+        meet()
+
+    def die(rank: int, meet: groups.Meet) -> None:
+        if rank == 1:
+            os._exit(1)
+        meet()
+
+    assert groups.in_group(3, lambda rank, meet: (rank, meet())) == [
+        (0, None),
+        (1, None),
+        (2, None),
+    ]
+    with pytest.raises(RuntimeError, match="ValueError: no luck"):
+        groups.in_group(2, fail)
+    with pytest.raises(RuntimeError, match="died"):
+        groups.in_group(2, die)
+
+
+@pytest.mark.parametrize("package", ["gradwire", "torch.distributed"])
+def test_what_grows_is_measured_in_groups(package: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    for module, name, number in (
+        (scale, "BATCH", 5),
+        (scale, "WINDOW", 20),
+        (memory, "OPEN", 20),
+        (memory, "OPEN_BEFORE", 5),
+    ):
+        monkeypatch.setattr(module, name, number)
+    with warnings.catch_warnings(), scale.ready_to_fork(package, 0) as tools:
+        for few, count in (
+            (scale.caller_cpu, 2),
+            (scale.callee_cpu, 2),
+            (partial(scale.meetings, 2), 2),
+            (partial(scale.hammering, 2), 1),
+            (partial(scale.slowest_of_hammering, 2), 1),
+            (partial(scale.spreading, 2), 2),
+            (partial(scale.backward, 2), 2),
+            (memory.memory_of_contexts, 1),
+            (memory.memory_of_calls, 1),
+        ):
+            assert len(few(tools, count)) == count
+
+
+@pytest.mark.parametrize("name", rpc.TCP)
+def test_calls_can_be_made_to_go_over_tcp(name: str) -> None:
+    [over_tcp] = [c for c in rpc.SUITE.contestants if c.name == name]
+
+    def member(rank: int, meet: groups.Meet) -> list[float]:
+        with over_tcp.join(rank) as caller:
+            return rpc.noop_calls(caller, 3) if rank == 0 else []
+
+    assert [len(samples) for samples in groups.in_group(2, member)] == [3, 0]
+
+
+def test_peers_take_part_where_they_are_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(peers, "find_spec", lambda module: module == "ray")
+    suite, missing = peers.invite(rpc.SUITE)
+    assert missing == ["Monarch is not installed: pip install torchmonarch"]
+    assert [c.name for c in suite.contestants if not c.lasting] == ["Ray"]
+    for case in suite.cases:
+        assert ("Ray" in case.contestants) == case.peers
+
+
+@pytest.mark.skipif(find_spec("matplotlib") is None, reason="needs gradwire[plots]")
+def test_what_was_measured_is_drawn(tmp_path: Path) -> None:
+    cases = [case for case in scale.SUITE.cases if case.point]
+    measured = {
+        "cases": {c.name: {"plot": c.point.plot, "x": c.point.x} for c in cases if c.point},
+        "samples": {c.name: {"torch": [[2.0], [3.0]], "gradwire": [[1.0], [1.0]]} for c in cases},
+        "failures": {c.name: {} for c in cases},
+    }
+    (tmp_path / "scale.json").write_text(json.dumps(measured))
+    done = subprocess.run(
+        [sys.executable, "-m", "gradwire", "plot", "scale.json", "--into", "plots"],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
     )
+    assert done.returncode == 0, done.stderr
+    assert {file.name for file in (tmp_path / "plots").iterdir()} == {p.file for p in plots.PLOTS}
+    assert ">gradwire</text>" in (tmp_path / "plots" / "latency.svg").read_text()
+
+
+def test_a_table_compares_the_contestants_round_by_round() -> None:
+    case = contest.Case("", rpc.noop_calls, 1, milliseconds, steps=contest.Steps(10, microseconds))
+    cases = (
+        replace(case, name="both", aim=2.5, floor=contest.Floor("floor", 2)),
+        replace(case, name="one", aim=3),
+        replace(case, name="more", aim=3, contestants=("torch", "gradwire", "peer")),
+        replace(case, name="floor", contestants=("machine",)),
+    )
+    torch, gradwire = [[8e-3], [6e-3], [9e-3]], [[2e-3], [3e-3], [3e-3]]
     samples = {
-        "both": {"torch": [[8e-3], [6e-3], [9e-3]], "gradwire": [[2e-3], [3e-3], [3e-3]]},
-        "one": {"torch": [[8e-3]], "gradwire": [[2e-3], [3e-3], [3e-3]]},
+        "both": {"torch": torch, "gradwire": gradwire},
+        "one": {"torch": [[8e-3]], "gradwire": gradwire},
+        "more": {"torch": torch, "gradwire": torch, "peer": gradwire},
         "floor": {"machine": [[1e-3], [1e-3], [1e-3]]},
     }
-    failures = {"both": {}, "one": {"torch": "no luck"}, "floor": {}}
-    table = contest.table(replace(rpc.SUITE, cases=cases), contest.Outcome(samples, failures))
-    assert [re.split("  +", line) for line in table.splitlines()] == [
-        ["", "torch", "gradwire", "torch / gradwire"],
-        ["both", "8.00 ms (6.00 .. 9.00)", "3.00 ms (2.00 .. 3.00)", "3.00 (2.00 .. 4.00)"],
-        ["one", "failed", "3.00 ms (2.00 .. 3.00)", "failed"],
+    failures = {"both": {}, "one": {"torch": "no luck"}, "more": {}, "floor": {}}
+    shown = table(replace(rpc.SUITE, cases=cases), contest.Outcome(samples, failures))
+    eight, three = "8.00 ms (6.00 .. 9.00)", "3.00 ms (2.00 .. 3.00)"
+    assert [re.split("  +", line) for line in shown.splitlines()] == [
+        ["", "torch", "gradwire", "torch / gradwire", "aim", "gradwire / floor", "peer"],
+        ["both", eight, three, "3.00 (2.00 .. 4.00)", "2.5", "1.50 (1.00 .. 1.50)"],
+        ["one", "failed", three, "failed", "3 missed"],
+        ["more", eight, eight, "1.00 (1.00 .. 1.00)", "3 missed", three],
         [""],
         ["each", "torch", "gradwire"],
-        ["both", "8 µs (6 .. 9)", "3 µs (2 .. 3)"],
-        ["one", "failed", "3 µs (2 .. 3)"],
+        ["both", "800 µs (600 .. 900)", "300 µs (200 .. 300)"],
+        ["one", "failed", "300 µs (200 .. 300)"],
+        ["more", "800 µs (600 .. 900)", "800 µs (600 .. 900)", "300 µs (200 .. 300)"],
         [""],
-        ["floor", "1.00 ms (1.00 .. 1.00)", "1 µs (1 .. 1)"],
+        ["floor", "1.00 ms (1.00 .. 1.00)", "100 µs (100 .. 100)"],
     ]
 
 

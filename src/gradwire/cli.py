@@ -4,6 +4,8 @@ gradwire run -n 4 train.py --epochs 3      start four workers on this machine
 gradwire run --torch -n 4 train.py         the same for a program that uses torch's RPC
 gradwire bench rpc                         measure gradwire against torch's RPC
 gradwire bench autograd                    and against its distributed autograd
+gradwire bench scale --json scale.json     measure how costs grow
+gradwire plot scale.json --into plots      and draw it
 """
 
 from __future__ import annotations
@@ -14,6 +16,7 @@ from collections.abc import Sequence
 
 from gradwire import bench, launch
 from gradwire._version import __version__
+from gradwire.bench import plots
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -26,13 +29,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     if options.action == "run":
         return _run(parser, options)
-    return bench.main(options.suite, options.rounds, options.quick, options.json)
+    if options.action == "plot":
+        return plots.main(options.files, options.into)
+    return bench.main(options.suite, options.rounds, options.quick, options.json, options.peers)
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser("gradwire", description="RPC for PyTorch workers.")
     parser.add_argument("--version", action="version", version=f"gradwire {__version__}")
-    actions = parser.add_subparsers(dest="action", required=True, metavar="run | bench")
+    actions = parser.add_subparsers(dest="action", required=True, metavar="run | bench | plot")
 
     run = actions.add_parser(
         "run",
@@ -63,14 +68,27 @@ def _parser() -> argparse.ArgumentParser:
         help="measure gradwire against torch",
         description="Let gradwire and torch do the same in turns, between processes of this "
         "machine, and compare the times. rpc: calls, and tensors there and back. autograd: "
-        "gradients through calls, and how their cost grows with the number of calls.",
+        "gradients through calls, and how their cost grows with the number of calls. scale: how "
+        "costs grow with sizes, workers, open contexts and pending calls.",
     )
     measure.add_argument("suite", choices=sorted(bench.SUITES))
     measure.add_argument("--rounds", type=_at_least_one, default=5, metavar="R")
     measure.add_argument(
         "--quick", action="store_true", help="few calls: a trial, not a measurement"
     )
+    measure.add_argument(
+        "--peers", action="store_true", help="Ray and Monarch take part too, if they are installed"
+    )
     measure.add_argument("--json", metavar="FILE", help="write every sample to this file")
+
+    draw = actions.add_parser(
+        "plot",
+        help="draw what bench measured",
+        description="Draw what `gradwire bench --json FILE` has written, as SVG files. The suite "
+        "scale has all that is drawn. It needs matplotlib: gradwire[plots].",
+    )
+    draw.add_argument("files", nargs="+", metavar="FILE")
+    draw.add_argument("--into", default=".", metavar="FOLDER", help="default: here")
     return parser
 
 

@@ -181,10 +181,14 @@ def local_gradients(program: Program) -> Any:
 # -- who takes part
 
 
+def library(package: str) -> Library:
+    return Library(import_module(f"{package}.autograd"), partial(remotely, package))
+
+
 @contextmanager
 def worker(package: str, rank: int) -> Iterator[Library]:
     with rpc.worker(f"{package}.rpc", rank):
-        yield Library(import_module(f"{package}.autograd"), partial(remotely, package))
+        yield library(package)
 
 
 # -- in words

@@ -1,4 +1,4 @@
-"""Contestants that take turns at the same tasks, and the table of what came out.
+"""Contestants that take turns at the same tasks.
 
 Each contestant is a group of processes that is started once and then driven over pipes: "do this
 case", "here are the samples". Only one of them works at any time, and which one goes first changes
@@ -20,28 +20,28 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
 from importlib.metadata import version
-from itertools import zip_longest
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
-from statistics import median
 from typing import Any
 
 from gradwire.launch import die_with_parent, environment, free_port
 
 #: Seconds until a contestant that does not answer is given up: to start, to do a case, to end.
 START_SECONDS, CASE_SECONDS, END_SECONDS = 90.0, 180.0, 10.0
-#: Of case, contestant, round: the samples, in seconds.
+#: Of case, contestant, round: the samples, in the unit of the case.
 Samples = dict[str, dict[str, list[list[float]]]]
 
 
 @dataclass(frozen=True)
 class Contestant:
     """Who is measured. Each of its processes enters `join(rank)`; that of rank 0 is asked to do the
-    cases with what `join` yields."""
+    cases with what `join` yields. One that starts processes of its own, which the contest cannot
+    stop while others have their turn, is not `lasting`: it is started for each turn."""
 
     name: str
     join: Callable[[int], AbstractContextManager[Any]]
     processes: int = 2
+    lasting: bool = True
 
 
 @dataclass(frozen=True)
@@ -54,10 +54,27 @@ class Steps:
 
 
 @dataclass(frozen=True)
+class Floor:
+    """What the machine itself needs for the like: `times` what it takes to do another case."""
+
+    case: str
+    times: float = 1
+
+
+@dataclass(frozen=True)
+class Point:
+    """The place of a case in a plot: at `x`, on the curves of its contestants."""
+
+    plot: str
+    x: float
+
+
+@dataclass(frozen=True)
 class Case:
-    """What is measured. `measure(tools, count)` gives `count` samples, in seconds; warming up is up
-    to it. `show` puts seconds into words. A contestant that takes more than `limit` seconds for its
-    turn is given up."""
+    """What is measured. `measure(tools, count)` gives `count` samples, of which less is better;
+    warming up is up to it. `show` puts a sample into words. A contestant that takes more than
+    `limit` seconds for its turn is given up. With two contestants or more, the second is to be
+    `aim` times as good as the first; those that `peers` may join are for others too."""
 
     name: str
     measure: Callable[[Any, int], list[float]]
@@ -67,6 +84,11 @@ class Case:
     contestants: tuple[str, ...] = ("torch", "gradwire")
     steps: Steps | None = None
     limit: float = CASE_SECONDS
+    unit: str = "s"
+    aim: float | None = None
+    floor: Floor | None = None
+    point: Point | None = None
+    peers: bool = False
 
 
 @dataclass(frozen=True)
@@ -91,13 +113,11 @@ class Outcome:
 
 
 def hold(suite: Suite, rounds: int, quick: bool) -> Outcome:
-    """Let the contestants take turns at every case, `rounds` times. Raises `BenchError` if one of
-    them cannot be started."""
+    """Let the contestants take turns at every case, `rounds` times."""
     samples: Samples = {case.name: {who: [] for who in case.contestants} for case in suite.cases}
     failures: dict[str, dict[str, str]] = {case.name: {} for case in suite.cases}
-    contestants = {contestant.name: contestant for contestant in suite.contestants}
-    running: dict[str, _Team] = {}
-    with ExitStack() as started:
+    with ExitStack() as until_the_end:
+        teams = _Teams(suite.contestants, until_the_end)
         for round in range(rounds):
             for case in suite.cases:
                 order = case.contestants if round % 2 == 0 else reversed(case.contestants)
@@ -105,16 +125,49 @@ def hold(suite: Suite, rounds: int, quick: bool) -> Outcome:
                 for who in order:
                     if who in failures[case.name]:
                         continue
-                    if who not in running:
-                        running[who] = started.enter_context(_running(contestants[who]))
                     try:
-                        samples[case.name][who].append(running[who].do(case, count))
+                        samples[case.name][who].append(teams.turn(who, case, count))
                     except BenchError as error:
                         failures[case.name][who] = str(error)
-                        running.pop(who).kill()  # whatever it was at would spoil what follows
             _progress(f"round {round + 1} of {rounds}")
     _progress("")
     return Outcome(samples, failures)
+
+
+class _Teams:
+    """The contestants, each started when it is first needed. One that cannot be started fails at
+    everything."""
+
+    def __init__(self, contestants: Sequence[Contestant], until_the_end: ExitStack):
+        self._contestants = {contestant.name: contestant for contestant in contestants}
+        self._until_the_end = until_the_end
+        self._running: dict[str, _Team] = {}
+        self._not_started: dict[str, BenchError] = {}
+
+    def turn(self, who: str, case: Case, count: int) -> list[float]:
+        lasting = self._contestants[who].lasting
+        with ExitStack() as turn:
+            team = self._running.get(who) or self._start(
+                who, self._until_the_end if lasting else turn
+            )
+            try:
+                return team.do(case, count)
+            except BenchError:
+                team.kill()  # whatever it was at would spoil what follows
+                self._running.pop(who, None)
+                raise
+
+    def _start(self, who: str, until: ExitStack) -> _Team:
+        if who in self._not_started:
+            raise self._not_started[who]
+        try:
+            team = until.enter_context(_running(self._contestants[who]))
+        except BenchError as error:
+            self._not_started[who] = error
+            raise
+        if self._contestants[who].lasting:
+            self._running[who] = team
+        return team
 
 
 class _Team:
@@ -210,58 +263,6 @@ def _answer(line: Connection, what: str, seconds: float) -> list[float]:
     if isinstance(answer, str):
         raise BenchError(f"{what}:\n{answer}")
     return answer
-
-
-# -- saying what came out
-
-
-def table(suite: Suite, outcome: Outcome) -> str:
-    """Medians over all rounds, with the lowest and highest median of a round in brackets. Ratios
-    are of times, so above 1 the second contestant is faster; each compares turns of one round."""
-    compared = [["", "torch", "gradwire", "torch / gradwire"]]
-    compared_steps, alone = [], []
-    for case in suite.cases:
-        failures = outcome.failures[case.name]
-        medians = [
-            [] if who in failures else [median(s) for s in rounds]
-            for who, rounds in outcome.samples[case.name].items()
-        ]
-        cells = [_with_spread(values, case.show) for values in medians]
-        steps = [_of_one_step(values, case.steps) for values in medians if case.steps]
-        if len(cells) == 1:
-            alone.append([case.name, *cells, *steps])
-            continue
-        ratios = [] if failures else [a / b for a, b in zip(*medians, strict=True)]
-        compared.append([case.name, *cells, _with_spread(ratios, "{:.2f}".format)])
-        if steps:
-            compared_steps.append([case.name, *steps])
-    if compared_steps:
-        compared_steps.insert(0, ["each", "torch", "gradwire"])
-    sections = [_aligned(rows) for rows in (compared, compared_steps, alone) if rows]
-    return "\n\n".join("\n".join(lines) for lines in sections)
-
-
-def _of_one_step(values: list[float], steps: Steps) -> str:
-    return _with_spread([seconds / steps.count for seconds in values], steps.show)
-
-
-def _with_spread(values: list[float], show: Callable[[float], str]) -> str:
-    if not values:
-        return "failed"
-    low, high = sorted((show(min(values)), show(max(values))), key=_number)
-    return f"{show(median(values))} ({low.split()[0]} .. {high.split()[0]})"
-
-
-def _number(text: str) -> float:
-    return float(text.split()[0])
-
-
-def _aligned(rows: list[list[str]]) -> list[str]:
-    widths = [max(map(len, column)) for column in zip_longest(*rows, fillvalue="")]
-    return [
-        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=False)).rstrip()
-        for row in rows
-    ]
 
 
 def facts(rounds: int, quick: bool) -> dict[str, Any]:
