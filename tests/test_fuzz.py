@@ -40,7 +40,6 @@ def test_random_programs_have_the_gradients_of_one_process(
         until(lambda: not any(len(w.contexts) for w in started), "all contexts are released")
     assert verdicts["equal"] > 0.7 * len(seeds), verdicts
     assert verdicts["no meaning"] < 0.1 * len(seeds), verdicts
-    assert verdicts["refused by workers"] < 0.01 * len(seeds), verdicts
 
 
 def test_random_programs_over_real_processes() -> None:

@@ -7,10 +7,12 @@ The rules, for one pass on one worker:
    they tell theirs; whoever told a worker first is its parent. A worker whose own part is done, and
    that of all its children, says so to its parent.
 3. A region (see `graph`) runs through torch's own engine when all its sources are answered; or, if
-   it holds anchors, as soon as one source has a gradient. Then the sources still out are *gates*:
-   the run waits at them, last of all and the newest first, so that every wait is for something that
-   happened later in the forward pass, and no circle of waits can close.
-4. Sources known to have no gradient are left out. An anchor that is reached only from such sources
+   it holds anchors, as soon as one source has a gradient and it is known to which of the others
+   gradients will come: their *prospects*, which follow from the graphs alone (see `reach`) and are
+   asked for. The sources still out are *gates*: the run waits at them, last of all and the newest
+   first, so that every wait is for something that happened later in the forward pass, and no circle
+   of waits can close.
+4. Sources that no gradient comes to are left out. An anchor that is reached only from such sources
    has no gradient, whether or not its region has run.
 
 Messages are requests and are answered at once: after what can be done without waiting was done,

@@ -27,7 +27,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
             options.processes,
             options.transport or ("unix" if options.processes else "memory"),
             options.timeout,
-            options.strict,
         )
         for number in range(options.load)
     ]
@@ -75,9 +74,6 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument(
         "--timeout", type=float, default=60.0, metavar="SECONDS", help="for one program"
-    )
-    parser.add_argument(
-        "--strict", action="store_true", help="tell None from zeros, and count calls of hooks"
     )
     parser.add_argument("--show", action="store_true", help="print the programs, do not run them")
     return parser

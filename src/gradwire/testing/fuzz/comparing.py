@@ -1,10 +1,8 @@
 """Running a program both ways, and cutting one down that fails.
 
-In one thing a pass does not do what torch does in one process: behind a gate it cannot be known
-beforehand which tensors of a message get no gradient, and what led to them is run without one. So
-leaves may get zeros instead of None, hooks may be called with None or zeros, and what was changed
-in place since it was saved may be found to be changed. Only a `strict` comparison counts that as a
-difference; others take zeros for None, and compare what hooks saw by its sum.
+Equal means: the same results; the same leaves with gradients, None where it is None; and every hook
+called as often, with gradients of the same sum. Numbers may differ by what the order of additions
+makes.
 """
 
 from __future__ import annotations
@@ -13,6 +11,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 from typing import Literal
 
 import torch
@@ -27,26 +26,29 @@ from gradwire.testing.fuzz.running import Report
 _TOLERANCES: dict[Precision, float] = {"float64": 1e-9, "float32": 1e-3, "bfloat16": 0.1}
 _SHRINKING_SECONDS = 20.0
 
-#: The gradients were compared; there were none; torch itself refuses the program; only workers
-#: find that something was changed in place (see above).
-Verdict = Literal["equal", "no gradients", "no meaning", "refused by workers"]
+#: The gradients were compared; there were none; torch itself refuses the program.
+Verdict = Literal["equal", "no gradients", "no meaning"]
+
+
+#: Takes what is compared, what is wanted and what was got; gives sentences.
+Close = Callable[[str, "Tensor | None", "Tensor | None"], Iterator[str]]
 
 
 class Mismatch(AssertionError):
     """A program came to different things in one process and on workers."""
 
 
-def check(seed: int, workers: int, *, strict: bool = False) -> Verdict:
+def check(seed: int, workers: int) -> Verdict:
     """Run the program of a seed in this process and on the current group of workers. Raises
     `Mismatch` with the seed and the program when they differ."""
     program = make_program(seed, workers)
-    complaint, verdict = judge(program, strict=strict)
+    complaint, verdict = judge(program)
     if complaint:
         raise Mismatch(f"seed {seed}, {workers} workers: {complaint}\n{program}")
     return verdict
 
 
-def judge(program: Program, *, strict: bool = False) -> tuple[str, Verdict]:
+def judge(program: Program) -> tuple[str, Verdict]:
     """What is wrong with a program, or an empty string."""
     try:
         expected = run_locally(program)
@@ -54,37 +56,29 @@ def judge(program: Program, *, strict: bool = False) -> tuple[str, Verdict]:
         return "", "no meaning"
     try:
         found = run_on_workers(program)
-    except Exception as error:
-        if not strict and "modified by an inplace operation" in str(error):
-            return "", "refused by workers"
+    except Exception:
         return f"raised on workers only:\n{traceback.format_exc()}", "equal"
-    complaint = next(differences(program, expected, found, strict), "")
+    complaint = next(differences(program, expected, found), "")
     return complaint, "equal" if expected.differentiated else "no gradients"
 
 
-def differences(
-    program: Program, expected: Outcome, found: Outcome, strict: bool = True
-) -> Iterator[str]:
+def differences(program: Program, expected: Outcome, found: Outcome) -> Iterator[str]:
     """What differs, in sentences."""
-    close = _Close(_TOLERANCES[program.precision], strict)
+    close = partial(_compare_tensors, _TOLERANCES[program.precision])
     for number, episode in enumerate(program.episodes):
         want, got = expected.results[number], found.results[number]
         for position, (mine, theirs) in enumerate(zip(want, got, strict=True)):
             yield from close(f"result {position}", mine, theirs)
         # Where `grad` need not go, it may run hooks or not.
         with_hooks = all(e.order != "penalty" for e in program.episodes[: number + 1])
-        # What is made of zeros instead of None can be differentiated, and so has hooks.
-        new_hooks = not strict and any(e.order == "create" for e in program.episodes[: number + 1])
         reports = zip(expected.reports[number], found.reports[number], strict=True)
         for worker, (wanted, given) in enumerate(reports):
             where = f"context {number}, worker {worker}: "
-            for complaint in _compare(wanted, given, close, with_hooks, new_hooks):
+            for complaint in _compare(wanted, given, close, with_hooks):
                 yield f"{where}{complaint} ({episode.order} order)"
 
 
-def _compare(
-    want: Report, got: Report, close: _Close, with_hooks: bool, new_hooks: bool
-) -> Iterator[str]:
+def _compare(want: Report, got: Report, close: Close, with_hooks: bool) -> Iterator[str]:
     if want.gradients.keys() != got.gradients.keys():
         yield f"has leaves {sorted(got.gradients)} instead of {sorted(want.gradients)}"
         return
@@ -95,46 +89,34 @@ def _compare(
     for name in sorted(want.hooks.keys() | got.hooks.keys()):
         count, total = want.hooks.get(name, (0, None))
         their_count, their_total = got.hooks.get(name, (0, None))
-        if new_hooks and not count:
-            continue
-        # A call too many with anything but zeros shows in the sum.
-        if count == their_count or not close.strict:
+        if count == their_count:
             yield from close(f"sum of the gradients that {name} saw", total, their_total)
         else:
             yield f"{name} was called {their_count} times instead of {count}"
     # Torch calls hooks with None now and then. Less often is no fault, where it does not is.
     too_many = got.calls_with_none.keys() - want.calls_with_none.keys()
-    if close.strict and too_many:
+    if too_many:
         yield f"got None, which locally they do not: {sorted(too_many)}"
 
 
-class _Close:
-    """Compares tensors. The order of additions may differ, so only almost equal is equal."""
-
-    def __init__(self, tolerance: float, strict: bool):
-        self._tolerance = tolerance
-        #: Whether None is something else than zeros.
-        self.strict = strict
-
-    def __call__(self, what: str, want: Tensor | None, got: Tensor | None) -> Iterator[str]:
-        if want is None or got is None:
-            if want is not got and (self.strict or _any(want) or _any(got)):
-                yield f"{what} is {got} instead of {want}"
-        elif want.dtype != got.dtype or want.shape != got.shape:
-            yield (
-                f"{what} is {got.dtype} of shape {tuple(got.shape)} instead of {want.dtype} of "
-                f"shape {tuple(want.shape)}"
-            )
-        elif want.numel():
-            if not (want.is_floating_point() or want.is_complex()):
-                want, got = want.to(torch.float64), got.to(torch.float64)
-            atol = self._tolerance * (float(want.abs().nan_to_num().max()) + 1)
-            if not torch.allclose(got, want, rtol=0, atol=atol, equal_nan=True):
-                yield f"{what} is {got} instead of {want}"
-
-
-def _any(tensor: Tensor | None) -> bool:
-    return tensor is not None and bool(tensor.any())
+def _compare_tensors(
+    tolerance: float, what: str, want: Tensor | None, got: Tensor | None
+) -> Iterator[str]:
+    """The order of additions may differ, so only almost equal is equal."""
+    if want is None or got is None:
+        if want is not got:
+            yield f"{what} is {got} instead of {want}"
+    elif want.dtype != got.dtype or want.shape != got.shape:
+        yield (
+            f"{what} is {got.dtype} of shape {tuple(got.shape)} instead of {want.dtype} of "
+            f"shape {tuple(want.shape)}"
+        )
+    elif want.numel():
+        if not (want.is_floating_point() or want.is_complex()):
+            want, got = want.to(torch.float64), got.to(torch.float64)
+        atol = tolerance * (float(want.abs().nan_to_num().max()) + 1)
+        if not torch.allclose(got, want, rtol=0, atol=atol, equal_nan=True):
+            yield f"{what} is {got} instead of {want}"
 
 
 # -- cutting down

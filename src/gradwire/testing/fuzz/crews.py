@@ -48,7 +48,6 @@ class Task:
     transport: str = "memory"
     #: How long a program may take.
     timeout: float = 60.0
-    strict: bool = False
 
 
 @dataclass
@@ -150,7 +149,6 @@ class _Crew:
             return f"while starting: {text}"
         command = f"--seed {self._seed} --programs 1 --workers {task.workers}"
         command += f" --transport {task.transport}" + " --processes" * task.processes
-        command += " --strict" * task.strict
         return f"seed {self._seed}: {text}\n(again: python -m gradwire.testing.fuzz {command})"
 
     def _program(self) -> str:
@@ -236,14 +234,14 @@ def _drive(task: Task, news: Connection) -> None:
     for seed in task.seeds:
         news.send(("begin", seed, ""))
         program = make_program(seed, task.workers)
-        complaint, verdict = judge(program, strict=task.strict)
+        complaint, verdict = judge(program)
         if complaint:
             news.send(("failure", seed, complaint))
 
             def fails(candidate: Program) -> bool:
                 news.send(("begin", candidate.seed, ""))
-                return bool(judge(candidate, strict=task.strict)[0])
+                return bool(judge(candidate)[0])
 
             smaller = shrink(program, fails)
-            news.send(("smaller", seed, f"{judge(smaller, strict=task.strict)[0]}\n{smaller}"))
+            news.send(("smaller", seed, f"{judge(smaller)[0]}\n{smaller}"))
         news.send(("end", seed, "failed" if complaint else verdict))
