@@ -132,9 +132,8 @@ class Engine:
         context_id, pass_id, how, news, failed = request.decode()
         sender = request.caller.id
         context = self._contexts.find(context_id)
-        if context is None:
-            # Nothing that was sent in this context has arrived here.
-            request.answer(([], [(id, None) for id in news[0]], NO_CHILD, [], []))
+        if context is None:  # nothing that was sent in this context has arrived here
+            request.answer(_no_part(news))
             return
         for id in failed:  # what they did to `.grad` is undone before this one changes it
             given_up = context.passes.get(id)
@@ -147,9 +146,13 @@ class Engine:
                 raise decode_exception(self.agent.codec, payload, buffers, self.agent.info.name)
             found = context.passes.get(pass_id)
             first = found is None
-            if found is None:
+            over = found is None and pass_id in context.successes
+            if found is None and not over:
                 found = Pass(self, context, pass_id, How(*how), sender)
                 context.passes[pass_id] = found
+        if found is None:  # this was asked or told when nobody there knew yet that it is over
+            request.answer(_no_part(news))
+            return
         if first:
             try:
                 found.begin(())
@@ -352,3 +355,8 @@ class Engine:
                 self.release(context.id)
             elif context.lost == info.name and made_by not in context.known | {self.agent.info.id}:
                 self._join(context)
+
+
+def _no_part(news: News) -> News:
+    """The answer of a worker that has no part in a pass."""
+    return [], [(id, None) for id in news[0]], NO_CHILD, [], []

@@ -57,12 +57,12 @@ def _has(gradients: Gradients | None, position: int) -> bool:
 class _Reply:
     """The answer of a recv, while its gradients come in."""
 
-    __slots__ = ("gradients", "has_gradient", "open", "recv", "sender", "told")
+    __slots__ = ("alive", "gradients", "has_gradient", "open", "sender", "told")
 
     def __init__(self, recv: Recv):
-        self.recv = recv
         self.sender = recv.sender
-        #: Whether the sender was told of its prospects.
+        #: Which tensors gradients will come to, as far as known; whether the sender was told.
+        self.alive: set[int] = set()
         self.told = False
         self.open = len(recv.anchors)
         self.gradients: list[Gradient] = [OPEN] * self.open
@@ -165,8 +165,9 @@ class Ledger:
         if region.out:
             if not region.has_gradient or not region.anchors:
                 return
-            self._ask_about(region)
-            if region.reach is None or not region.reach.is_known:
+            if not region.asking:
+                self._ask_about(region)
+            if not self._look_into(region).is_known:
                 return
         region.queued = True
         self.ready.append(region)
@@ -275,11 +276,12 @@ class Ledger:
             return
         region.out -= 1
         region.has_gradient |= has_gradient
+        if region.queued:
+            return  # it knew what would come
         if region.anchors and (incomplete or region.reach is not None):
             self._look_into(region)
-            for source, position, _ in region.starts:
-                if source is send:
-                    self._resolve(region, id, position, alive=_has(gradients, position))
+            for position in range(len(send.ends)):
+                self._resolve(region, id, position, alive=_has(gradients, position))
         self._consider(region)
 
     # -- prospects
@@ -291,9 +293,7 @@ class Ledger:
         region.reach = Reach(region)
         for source, position, edge in region.starts:
             if type(source) is Root:
-                concerned = region.reach.bring_to_life(edge.node)
-                if region.asking:
-                    self._tell_prospects(concerned)
+                self._will_come_to(region, region.reach.bring_to_life(edge.node))
                 continue
             assert type(source) is Send
             id = source.id
@@ -318,11 +318,21 @@ class Ledger:
         """It is known whether a gradient comes to a start."""
         assert region.reach is not None
         concerned = region.reach.resolve(send, position, alive=alive)
-        if not alive:
-            for recv, of_recv in concerned:
-                self.settle(recv.id, of_recv, None)
-        if region.asking:  # those it asks will want to know the like
-            self._tell_prospects(concerned)
+        if alive:
+            self._will_come_to(region, concerned)
+            return
+        for recv, of_recv in concerned:
+            self.settle(recv.id, of_recv, None)
+            if region.asking:
+                self._tell_prospects(recv.id)
+
+    def _will_come_to(self, region: Region, anchors: Sequence[Anchor]) -> None:
+        for recv, position in anchors:
+            reply = self._replies.get(recv.id)
+            if reply is not None:
+                reply.alive.add(position)
+                if region.asking:  # whom it asks will want to know the like
+                    self._tell_prospects(recv.id)
 
     def _take_prospects(self, id: int, positions: Sequence[int]) -> None:
         """Another worker says which tensors of a send gradients will come to."""
@@ -332,9 +342,8 @@ class Ledger:
         region = self._region_of.get(id)
         if region is None or region.reach is None:
             return
-        for source, position, _ in region.starts:
-            if type(source) is Send and source.id == id:
-                self._resolve(region, id, position, alive=position in self.prospects[id])
+        for position in range(len(self._sends[id].ends)):
+            self._resolve(region, id, position, alive=position in positions)
         self._consider(region)
 
     def _take_question(self, id: int) -> None:
@@ -343,37 +352,28 @@ class Ledger:
         if reply is None:
             return  # it was answered
         for position, gradient in enumerate(reply.gradients):
-            region = self._region_with(id, position)
-            if gradient is OPEN and region is not None:
-                self._ask_about(region)
-        self._tell_prospects([(reply.recv, 0)])
+            if gradient is OPEN and position not in reply.alive:
+                self._ask_about(self._region_with(id, position))
+        self._tell_prospects(id)
 
-    def _tell_prospects(self, anchors: Sequence[Anchor]) -> None:
-        """Something new is known of recvs: tell their senders, of those of which all is known."""
-        for recv, _ in anchors:
-            reply = self._replies.get(recv.id)
-            if reply is None or reply.told:
-                continue
-            positions = []
-            for position, gradient in enumerate(reply.gradients):
-                if gradient is OPEN and not self._is_alive(recv, position):
-                    break
-                if gradient is not None:
-                    positions.append(position)
-            else:
-                reply.told = True
-                if reply.sender == self._me:
-                    self._to_myself.append(partial(self._take_prospects, recv.id, positions))
-                else:
-                    self._prospects_for.setdefault(reply.sender, []).append((recv.id, positions))
+    def _tell_prospects(self, message: int) -> None:
+        """Something is known of a recv: tell its sender, once all is."""
+        reply = self._replies.get(message)
+        if reply is None or reply.told or len(reply.alive) < reply.open:
+            return
+        positions = []
+        for position, gradient in enumerate(reply.gradients):
+            if gradient is OPEN and position not in reply.alive:
+                return
+            if gradient is not None:
+                positions.append(position)
+        reply.told = True
+        if reply.sender == self._me:
+            self._to_myself.append(partial(self._take_prospects, message, positions))
+        else:
+            self._prospects_for.setdefault(reply.sender, []).append((message, positions))
 
-    def _is_alive(self, recv: Recv, position: int) -> bool:
-        region = self._region_with(recv.id, position)
-        if region is None or region.reach is None:
-            return False
-        return region.reach.includes(recv.anchors[position])
-
-    def _region_with(self, message: int, position: int) -> Region | None:
+    def _region_with(self, message: int, position: int) -> Region:
         """The region that an anchor is in."""
         if not self._region_of_anchor:
             self._region_of_anchor = {
@@ -381,7 +381,7 @@ class Ledger:
                 for region in self._regions
                 for recv, of_recv in region.anchors
             }
-        return self._region_of_anchor.get((message, position))
+        return self._region_of_anchor[message, position]
 
     def settle(self, message: int, position: int, gradient: Gradient) -> None:
         """The gradient of one received tensor is known; with the last one the recv answers."""
@@ -467,8 +467,10 @@ class Ledger:
         if worker == self.parent:
             self._parent_knows = self.finished
             standing = CHILD_DONE if self.finished else CHILD
-        questions = self._questions.pop(worker, [])
-        prospects = self._prospects_for.pop(worker, [])
+        # What was answered since needs no asking and no telling.
+        questions = [id for id in self._questions.pop(worker, ()) if id not in self.answers]
+        told = self._prospects_for.pop(worker, ())
+        prospects = [prospect for prospect in told if prospect[0] in self._replies]
         return sends, self._outbox.pop(worker, []), standing, questions, prospects
 
     def _conclude(self) -> None:
