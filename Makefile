@@ -26,6 +26,7 @@ conformance: $(READY)
 bench: $(READY)
 	$(BIN)/gradwire bench rpc
 	$(BIN)/gradwire bench autograd
+	$(BIN)/gradwire bench programs
 
 format: $(READY)
 	$(BIN)/ruff check --fix .

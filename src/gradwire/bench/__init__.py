@@ -14,7 +14,11 @@ from importlib import import_module
 from gradwire.bench import contest
 
 #: The suites, and the modules they are in.
-SUITES = {"autograd": "gradwire.bench.autograd", "rpc": "gradwire.bench.rpc"}
+SUITES = {
+    "autograd": "gradwire.bench.autograd",
+    "programs": "gradwire.bench.programs",
+    "rpc": "gradwire.bench.rpc",
+}
 
 
 def main(suite: str, rounds: int, quick: bool, json_file: str | None) -> int:
