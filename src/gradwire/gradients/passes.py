@@ -182,6 +182,8 @@ class Pass:
 
     def _accumulate(self) -> bool:
         """See to the groups of leaves, last of all. True if there may be more to do afterwards."""
+        if not self._reached:
+            return False
         with self._lock:
             groups = [] if self.error is not None else self._ledger.take_groups()
             if not groups:
@@ -195,7 +197,8 @@ class Pass:
         try:
             self._engine.learn_outcomes(self.context)  # what earlier passes have found counts
             before = self.context.gradient_sums()
-            gradients = accumulate(groups, self._reached, found, before)
+            for group in groups:
+                gradients += accumulate(group, self._reached, found, before)
         except BaseException as error:
             failure = error
         finally:
