@@ -26,6 +26,7 @@ conformance: $(READY)
 bench: $(READY)
 	$(BIN)/gradwire bench rpc
 	$(BIN)/gradwire bench autograd
+	$(BIN)/gradwire bench programs
 	mkdir -p build
 	$(BIN)/gradwire bench scale --json build/scale.json
 	$(BIN)/gradwire plot build/scale.json --into docs/plots

@@ -38,9 +38,9 @@ CLASSES = {
 }
 
 #: Tests of TorchScript, of CUDA and of the legacy profiler, which no Python library can provide;
-#: two that hang at their end every now and then, also without any RPC: torch frees a module that
-#: has joined while it holds the interpreter's lock, and waits for a thread that wants it; and
-#: one of the same file, without such a module, that may tell processes to end before they listen,
+#: two that hang at their end now and then, also without any RPC: torch frees a module that has
+#: joined while it holds the interpreter's lock, and waits for a thread that wants it; and one of
+#: the same file, without such a module, that may tell processes to end before they listen,
 _LEFT_OUT = re.compile(
     "jit|script|cuda|profil|record_function|test_ddp_comparison|test_backward_no_ddp"
 )
@@ -66,6 +66,12 @@ def load(plain_torch: bool = False) -> dict[str, type]:
         from torch.testing._internal.distributed.rpc.tensorpipe_rpc_agent_test_fixture import (
             TensorPipeRpcAgentTestFixture,
         )
+
+        if plain_torch:
+            # Importing the fixtures has given torch other names of backends than those it checks.
+            from torch.distributed import rpc
+
+            rpc.BackendType = rpc.backend_registry.BackendType
 
         class Forked(MultiProcessTestCase):  # type: ignore[misc]
             def setUp(self) -> None:

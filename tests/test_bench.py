@@ -17,10 +17,11 @@ from types import SimpleNamespace
 
 import pytest
 
-from gradwire.bench import autograd, contest, groups, memory, peers, plots, rpc, scale
+from gradwire.bench import autograd, contest, groups, memory, peers, plots, programs, rpc, scale
 from gradwire.bench.tables import table
 from gradwire.bench.timing import microseconds, milliseconds
 
+EXAMPLES = Path(__file__).parent.parent / "examples" / "torch"
 SMALL = [
     case
     for case in rpc.SUITE.cases
@@ -255,3 +256,37 @@ def test_an_unknown_suite_is_refused() -> None:
     done = subprocess.run(command, capture_output=True, text=True, timeout=30, check=False)
     assert done.returncode == 2
     assert "invalid choice: 'nothing'" in done.stderr
+
+
+#: In a process of its own; see above.
+PROGRAMS = """
+import json
+from dataclasses import replace
+from gradwire.bench import contest, programs
+
+if __name__ == "__main__":
+    cases = (
+        programs.case("some", programs.Program("first_steps", 2, 3)),
+        programs.case("none", programs.Program("none", 1, 1)),
+    )
+    outcome = contest.hold(replace(programs.SUITE, cases=cases), rounds=1, quick=True)
+    print(json.dumps([outcome.samples, outcome.failures]))
+"""
+
+
+def test_programs_are_measured_as_they_are(tmp_path: Path) -> None:
+    (tmp_path / "trial.py").write_text(PROGRAMS)
+    done = subprocess.run(
+        [sys.executable, "trial.py"],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    samples, failures = json.loads(done.stdout)
+    assert all(0 < seconds < 10 for [[seconds]] in samples["some"].values())
+    assert "there is no script" in failures["none"]["gradwire"]
+    in_suite = [case.measure.args[0].name for case in programs.SUITE.cases]
+    assert sorted(in_suite) == sorted(path.stem for path in EXAMPLES.glob("*.py"))

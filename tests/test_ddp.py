@@ -329,6 +329,22 @@ def test_ways_to_average_that_need_grad_are_refused() -> None:
     with_trainers(train)
 
 
+def test_modules_in_modules_are_refused_and_one_may_follow_another() -> None:
+    def train(rank: int) -> None:
+        layer = nn.Linear(3, 2)
+        modules = [DistributedDataParallel(layer) for _ in range(2)]
+        for module in [*modules, modules[0]]:
+            with context() as context_id:
+                backward(context_id, module(inputs(rank, 0)))
+                assert None not in [g if g is None else 0 for g in gradients(context_id, layer)]
+        outer = DistributedDataParallel(nn.Sequential(modules[0]))
+        with context(), raises(NotImplementedError, "leave the inner one out"):
+            outer(inputs(rank, 0))
+        outer(inputs(rank, 0))  # outside of contexts it is torch's business
+
+    with_trainers(train)
+
+
 SERVED: dict[str, Any] = {}
 served = threading.Event()
 

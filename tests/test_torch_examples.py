@@ -2,44 +2,41 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from tests.torch_programs import EXAMPLES, WORKERS
+
 ROOT = Path(__file__).parent.parent
-WORKERS = {
-    "first_steps": 2,
-    "parameter_server": 4,
-    "batched_updates": 3,
-    "pipeline": 3,
-    "remote_embedding": 2,
-    "reinforcement": 3,
-    "split_learning": 3,
-}
 
 
-def results_of(example: str, *options: str) -> list[str]:
-    script = f"examples/torch/{example}.py"
+@pytest.fixture(scope="module")
+def results() -> Any:
+    """Of all programs, on torch and on gradwire."""
     ran = subprocess.run(
-        [sys.executable, "-m", "gradwire", "run", "-n", str(WORKERS[example]), *options, script],
+        [sys.executable, "-W", "ignore", "-m", "tests.torch_programs"],
         cwd=ROOT,
         capture_output=True,
         text=True,
-        timeout=100,
+        timeout=110,
         check=False,
     )
     assert ran.returncode == 0, ran.stdout + ran.stderr
-    return ran.stdout.splitlines()
+    return json.loads(ran.stdout)
 
 
 @pytest.mark.parametrize("example", WORKERS)
-def test_the_results_are_those_of_torch(example: str) -> None:
-    ours = results_of(example, "--torch")
-    assert len(ours) >= 2
-    assert ours == results_of(example)
+def test_the_results_are_those_of_torch(example: str, results: Any) -> None:
+    ours = results[example]["gradwire"]
+    assert isinstance(ours, list), ours
+    assert len(ours) >= 3
+    assert ours == results[example]["torch"]
 
 
 def test_all_examples_are_run() -> None:
-    assert {path.stem for path in (ROOT / "examples" / "torch").glob("*.py")} == WORKERS.keys()
+    assert {path.stem for path in EXAMPLES.glob("*.py")} == WORKERS.keys()

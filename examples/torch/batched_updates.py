@@ -1,16 +1,18 @@
 """A parameter server that waits for the gradients of all trainers before it takes a step: they get
 the new parameters through a future, and no thread of the server is held up meanwhile.
 
-    gradwire run [--torch] -n 3 examples/torch/batched_updates.py
+    gradwire run [--torch] -n 3 examples/torch/batched_updates.py [STEPS]
 """
 
 import os
+import sys
 import threading
 
 import torch
 import torch.distributed.rpc as rpc
 from torch import Tensor, nn
 
+STEPS = int(sys.argv[1]) if len(sys.argv) > 1 else 2  # between lines of output
 TRAINERS = 2
 
 
@@ -42,16 +44,15 @@ class Server:
         return future
 
 
-def train(server: rpc.RRef, rank: int) -> list[float]:
+def train(server: rpc.RRef, rank: int) -> float:
     torch.manual_seed(rank)
-    x, weight, losses = torch.rand(8, 4), server.rpc_sync().get(), []
-    for _ in range(5):
+    x, weight = torch.rand(8, 4), server.rpc_sync().get()
+    for _ in range(STEPS):
         weight = weight.requires_grad_()
         loss = (x @ weight - 1).square().mean()
         (gradient,) = torch.autograd.grad(loss, [weight])
-        losses.append(loss.item())
         weight = rpc.rpc_sync(server.owner(), Server.update, args=(server, rank, gradient))
-    return losses
+    return loss.item()
 
 
 if __name__ == "__main__":
@@ -59,10 +60,11 @@ if __name__ == "__main__":
     rpc.init_rpc(f"worker{rank}", rank=rank, world_size=TRAINERS + 1)
     if rank == 0:
         server = rpc.RRef(Server())
-        futures = [
-            rpc.rpc_async(f"worker{trainer}", train, args=(server, trainer))
-            for trainer in range(1, TRAINERS + 1)
-        ]
-        for trainer, losses in enumerate(torch.futures.wait_all(futures), start=1):
-            print(f"trainer {trainer}:", " ".join(f"{loss:.4f}" for loss in losses))
+        for turn in range(4):
+            futures = [
+                rpc.rpc_async(f"worker{trainer}", train, args=(server, trainer))
+                for trainer in range(1, TRAINERS + 1)
+            ]
+            losses = torch.futures.wait_all(futures)
+            print(f"turn {turn}:", " ".join(f"{loss:.4f}" for loss in losses))
     rpc.shutdown()

@@ -1,16 +1,19 @@
 """Two workers: a value made on the other one, a loss, gradients through the calls, a step.
 
-gradwire run -n 2 examples/torch/first_steps.py             on torch
-gradwire run --torch -n 2 examples/torch/first_steps.py     the same program on gradwire
+gradwire run -n 2 examples/torch/first_steps.py [STEPS]             on torch
+gradwire run --torch -n 2 examples/torch/first_steps.py [STEPS]     the same program on gradwire
 """
 
 import os
+import sys
 
 import torch
 import torch.distributed.autograd as dist_autograd
 import torch.distributed.rpc as rpc
 from torch import optim
 from torch.distributed.optim import DistributedOptimizer
+
+STEPS = int(sys.argv[1]) if len(sys.argv) > 1 else 1  # between lines of output
 
 
 def make_weight(seed: int) -> torch.Tensor:
@@ -20,14 +23,15 @@ def make_weight(seed: int) -> torch.Tensor:
 
 def train() -> None:
     here, there = rpc.RRef(make_weight(1)), rpc.remote("worker1", make_weight, args=(2,))
-    for step in range(3):
-        with dist_autograd.context() as context_id:
-            product = rpc.rpc_sync("worker1", torch.mm, args=(here.to_here(), there.to_here()))
-            loss = (product - torch.eye(3)).square().sum()
-            dist_autograd.backward(context_id, [loss])
-            optimizer = DistributedOptimizer(optim.SGD, [here, there], lr=0.05)
-            optimizer.step(context_id)
-        print(f"step {step}: loss {loss.item():.4f}")
+    for turn in range(3):
+        for _ in range(STEPS):
+            with dist_autograd.context() as context_id:
+                product = rpc.rpc_sync("worker1", torch.mm, args=(here.to_here(), there.to_here()))
+                loss = (product - torch.eye(3)).square().sum()
+                dist_autograd.backward(context_id, [loss])
+                optimizer = DistributedOptimizer(optim.SGD, [here, there], lr=0.05)
+                optimizer.step(context_id)
+        print(f"turn {turn}: loss {loss.item():.4f}")
 
 
 if __name__ == "__main__":

@@ -1,9 +1,10 @@
 """A parameter server and three trainers, each with data of its own; they take turns.
 
-gradwire run [--torch] -n 4 examples/torch/parameter_server.py
+gradwire run [--torch] -n 4 examples/torch/parameter_server.py [STEPS]
 """
 
 import os
+import sys
 
 import torch
 import torch.distributed.autograd as dist_autograd
@@ -11,6 +12,7 @@ import torch.distributed.rpc as rpc
 from torch import Tensor, nn, optim
 from torch.distributed.optim import DistributedOptimizer
 
+STEPS = int(sys.argv[1]) if len(sys.argv) > 1 else 5  # between lines of output
 TRAINERS = 3
 
 
@@ -33,7 +35,7 @@ def train(server: rpc.RRef, rank: int) -> float:
     x = torch.rand(16, 4)
     target = x.sum(1, keepdim=True)
     optimizer = DistributedOptimizer(optim.SGD, server.rpc_sync().parameters(), lr=0.1)
-    for _ in range(5):
+    for _ in range(STEPS):
         with dist_autograd.context() as context_id:
             loss = nn.functional.mse_loss(server.rpc_sync().forward(x), target)
             dist_autograd.backward(context_id, [loss])

@@ -1,15 +1,18 @@
 """A model in two stages on two workers; the batch goes through in parts, so that both have work.
 
-gradwire run [--torch] -n 3 examples/torch/pipeline.py
+gradwire run [--torch] -n 3 examples/torch/pipeline.py [STEPS]
 """
 
 import os
+import sys
 
 import torch
 import torch.distributed.autograd as dist_autograd
 import torch.distributed.rpc as rpc
 from torch import Tensor, nn, optim
 from torch.distributed.optim import DistributedOptimizer
+
+STEPS = int(sys.argv[1]) if len(sys.argv) > 1 else 1  # between lines of output
 
 
 class Stage(nn.Module):
@@ -51,10 +54,11 @@ if __name__ == "__main__":
         model = Pipeline()
         optimizer = DistributedOptimizer(optim.SGD, model.parameters(), lr=0.2)
         batch, target = torch.rand(12, 6), torch.rand(12, 2)
-        for step in range(4):
-            with dist_autograd.context() as context_id:
-                loss = nn.functional.mse_loss(model.forward(batch, parts=3), target)
-                dist_autograd.backward(context_id, [loss])
-                optimizer.step(context_id)
-            print(f"step {step}: loss {loss.item():.4f}")
+        for turn in range(4):
+            for _ in range(STEPS):
+                with dist_autograd.context() as context_id:
+                    loss = nn.functional.mse_loss(model.forward(batch, parts=3), target)
+                    dist_autograd.backward(context_id, [loss])
+                    optimizer.step(context_id)
+            print(f"turn {turn}: loss {loss.item():.4f}")
     rpc.shutdown()

@@ -1,15 +1,17 @@
 """An agent learns from observers, each with a world of its own on another worker: they ask it what
 to do, step by step, and report what came of it.
 
-    gradwire run [--torch] -n 3 examples/torch/reinforcement.py
+    gradwire run [--torch] -n 3 examples/torch/reinforcement.py [EPISODES]
 """
 
 import os
+import sys
 
 import torch
 import torch.distributed.rpc as rpc
 from torch import Tensor, nn
 
+EPISODES = int(sys.argv[1]) if len(sys.argv) > 1 else 1  # between lines of output
 OBSERVERS, STEPS = 2, 12
 
 
@@ -80,6 +82,7 @@ if __name__ == "__main__":
     if rank == 0:
         agent = Agent()
         me = rpc.RRef(agent)
-        for episode in range(5):
-            print(f"episode {episode}: reward {agent.learn(me):.2f}")
+        for turn in range(4):
+            rewards = [agent.learn(me) for _ in range(EPISODES)]
+            print(f"turn {turn}: reward {rewards[-1]:.2f}")
     rpc.shutdown()

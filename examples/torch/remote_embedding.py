@@ -1,9 +1,10 @@
 """A language model whose large embedding and decoder live on a server, its LSTM here.
 
-gradwire run [--torch] -n 2 examples/torch/remote_embedding.py
+gradwire run [--torch] -n 2 examples/torch/remote_embedding.py [STEPS]
 """
 
 import os
+import sys
 import threading
 
 import torch
@@ -13,8 +14,8 @@ from torch import Tensor, nn, optim
 from torch.distributed.nn import RemoteModule
 from torch.distributed.optim import DistributedOptimizer
 
+STEPS = int(sys.argv[1]) if len(sys.argv) > 1 else 1  # between lines of output
 WORDS, SIZE = 20, 8
-
 
 one_at_a_time = threading.Lock()
 
@@ -48,11 +49,12 @@ if __name__ == "__main__":
         model = Model()
         optimizer = DistributedOptimizer(optim.SGD, model.parameter_rrefs(), lr=0.5)
         text = torch.randint(WORDS, (9, 4))
-        for step in range(4):
-            with dist_autograd.context() as context_id:
-                guesses = model(text[:-1]).flatten(0, 1)
-                loss = nn.functional.cross_entropy(guesses, text[1:].flatten())
-                dist_autograd.backward(context_id, [loss])
-                optimizer.step(context_id)
-            print(f"step {step}: loss {loss.item():.4f}")
+        for turn in range(4):
+            for _ in range(STEPS):
+                with dist_autograd.context() as context_id:
+                    guesses = model(text[:-1]).flatten(0, 1)
+                    loss = nn.functional.cross_entropy(guesses, text[1:].flatten())
+                    dist_autograd.backward(context_id, [loss])
+                    optimizer.step(context_id)
+            print(f"turn {turn}: loss {loss.item():.4f}")
     rpc.shutdown()

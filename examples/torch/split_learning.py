@@ -1,10 +1,11 @@
 """Two clinics and a server learn together. Each clinic keeps its images and the first layers, the
 server has the rest and sees neither images nor labels.
 
-    gradwire run [--torch] -n 3 examples/torch/split_learning.py
+    gradwire run [--torch] -n 3 examples/torch/split_learning.py [STEPS]
 """
 
 import os
+import sys
 
 import torch
 import torch.distributed.autograd as dist_autograd
@@ -12,6 +13,7 @@ import torch.distributed.rpc as rpc
 from torch import Tensor, nn, optim
 from torch.distributed.optim import DistributedOptimizer
 
+STEPS = int(sys.argv[1]) if len(sys.argv) > 1 else 1  # between lines of output
 CLINICS = 2
 
 
@@ -56,6 +58,7 @@ if __name__ == "__main__":
         body = rpc.RRef(Body())
         clinics = [rpc.remote(f"worker{id}", Clinic, args=(body,)) for id in range(1, CLINICS + 1)]
         for turn in range(4):
-            losses = [clinic.rpc_sync().train() for clinic in clinics]
+            for _ in range(STEPS):
+                losses = [clinic.rpc_sync().train() for clinic in clinics]
             print(f"turn {turn}:", " ".join(f"{loss:.4f}" for loss in losses))
     rpc.shutdown()

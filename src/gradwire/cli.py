@@ -4,6 +4,7 @@ gradwire run -n 4 train.py --epochs 3      start four workers on this machine
 gradwire run --torch -n 4 train.py         the same for a program that uses torch's RPC
 gradwire bench rpc                         measure gradwire against torch's RPC
 gradwire bench autograd                    and against its distributed autograd
+gradwire bench programs                    whole programs, on torch and on gradwire
 gradwire bench scale --json scale.json     measure how costs grow
 gradwire plot scale.json --into plots      and draw it
 """
@@ -68,8 +69,9 @@ def _parser() -> argparse.ArgumentParser:
         help="measure gradwire against torch",
         description="Let gradwire and torch do the same in turns, between processes of this "
         "machine, and compare the times. rpc: calls, and tensors there and back. autograd: "
-        "gradients through calls, and how their cost grows with the number of calls. scale: how "
-        "costs grow with sizes, workers, open contexts and pending calls.",
+        "gradients through calls, and how their cost grows with the number of calls. programs: "
+        "those of examples/torch, in a checkout. scale: how costs grow with sizes, workers, open "
+        "contexts and pending calls.",
     )
     measure.add_argument("suite", choices=sorted(bench.SUITES))
     measure.add_argument("--rounds", type=_at_least_one, default=5, metavar="R")

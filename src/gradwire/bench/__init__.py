@@ -19,6 +19,7 @@ from gradwire.bench.tables import table
 #: The suites, and the modules they are in.
 SUITES = {
     "autograd": "gradwire.bench.autograd",
+    "programs": "gradwire.bench.programs",
     "rpc": "gradwire.bench.rpc",
     "scale": "gradwire.bench.scale",
 }

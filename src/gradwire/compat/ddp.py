@@ -10,11 +10,12 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from gradwire.gradients.accumulation import Group
@@ -36,6 +37,7 @@ class Averaged(Group):
     def __init__(self, module: DistributedDataParallel):
         self.leaves = [leaf for leaf in module._module_parameters if leaf.requires_grad]
         self._reducer: Any = module.reducer
+        self.in_forward = False
         #: Whether the module was last used inside of `no_sync()`.
         self.unaveraged_on_purpose = False
         #: Whether all gradients are averaged at the end, as those of the first backward of a static
@@ -74,20 +76,48 @@ def forward_like(original: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(original)
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if torch.is_grad_enabled():
-            _take_note(self)
-        return original(self, *args, **kwargs)
+        if not torch.is_grad_enabled():
+            return original(self, *args, **kwargs)
+        group = _group_of(self)
+        group.unaveraged_on_purpose = not self.require_backward_grad_sync
+        group.in_forward = True
+        try:
+            return original(self, *args, **kwargs)
+        finally:
+            group.in_forward = False
 
     return forward
 
 
-def _take_note(module: Any) -> None:
+def _in_a_context() -> bool:
+    """One that collects gradients."""
     context = current_id.get()
-    if context is not None and not context & INTO_GRAD:
+    return context is not None and not context & INTO_GRAD
+
+
+def _group_of(module: Any) -> Averaged:
+    if _in_a_context():
         _check(module)
-    if module not in _groups:
-        _groups[module] = Averaged(module)
-    _groups[module].unaveraged_on_purpose = not module.require_backward_grad_sync
+    found = _groups.get(module)
+    if found is None:
+        found = Averaged(module)
+        _forget_groups_with(found.leaves)
+        _groups[module] = found
+    return found
+
+
+def _forget_groups_with(leaves: Sequence[Tensor]) -> None:
+    """Where parameters have been given to another module, the one they were in before has had its
+    day; torch may still keep it."""
+    ids = {id(leaf) for leaf in leaves}
+    for module, group in list(_groups.items()):
+        if any(id(leaf) in ids for leaf in group.leaves):
+            if group.in_forward and _in_a_context():
+                raise NotImplementedError(
+                    "a DistributedDataParallel is inside of another. Their gradients would be "
+                    "averaged twice: leave the inner one out"
+                )
+            del _groups[module]
 
 
 def _check(module: Any) -> None:

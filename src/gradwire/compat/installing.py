@@ -15,6 +15,7 @@ from types import ModuleType
 from typing import Any
 
 _HERE = "gradwire.compat"
+_FOR_TESTS = "torch.distributed.rpc._testing"
 #: torch's module -> the one here that stands in for it.
 _MODULES = {
     "torch.distributed.rpc": f"{_HERE}.rpc",
@@ -24,7 +25,7 @@ _MODULES = {
     "torch.distributed.rpc.functions": f"{_HERE}.rpc.functions",
     "torch.distributed.rpc.internal": f"{_HERE}.rpc.internal",
     "torch.distributed.rpc.options": f"{_HERE}.rpc.options",
-    "torch.distributed.rpc._testing": f"{_HERE}.rpc._testing",
+    _FOR_TESTS: f"{_HERE}.rpc._testing",
     "torch.distributed.autograd": f"{_HERE}.autograd",
 }
 #: (torch's module, name in it) -> the module here that has it.
@@ -53,8 +54,9 @@ def install() -> None:
     """
     if is_installed():
         return
-    # torch's own modules come first: they import each other, and must find themselves.
-    for name in {*_MODULES, *(module for module, _ in _NAMES)}:
+    # torch's own modules come first: they import each other, and must find themselves. But for what
+    # is there for torch's tests: importing it makes torch refuse its own default backend.
+    for name in {*_MODULES, *(module for module, _ in _NAMES)} - {_FOR_TESTS}:
         importlib.import_module(name)
     if sys.modules["torch.distributed.rpc"]._is_current_rpc_agent_set():
         raise RuntimeError(

@@ -2,16 +2,16 @@
 
 Some code works in hooks that run when torch has put a gradient into `.grad`, and looks at several
 leaves together: reducers that average gradients between processes do. For leaves that belong to a
-`Group`, what a pass has found on this worker goes through torch's accumulation, in one run at the
-end of this worker's part: by then nobody waits for anything from here, however long the hooks take,
-and whatever number of regions the leaves were in. What `.grad` is afterwards is their gradient in
-the context, and `.grad` is what it was.
+`Group`, what a pass has found on this worker goes through torch's accumulation, in one run per
+group at the end of this worker's part. By then nobody waits for anything from here, however long
+the hooks take, and it does not matter how many regions the leaves were in. What `.grad` is
+afterwards is their gradient in the context, and `.grad` is what it was.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
@@ -24,7 +24,7 @@ from gradwire.gradients.runs import GradBackup, run_backward
 
 
 class Group:
-    """Leaves that the hooks behind their accumulation look at together."""
+    """Leaves that the hooks behind their accumulation look at together. No leaf is in two."""
 
     leaves: Sequence[Tensor]
 
@@ -39,11 +39,11 @@ def touched(groups: Collection[Group], leaves: Collection[int]) -> list[Group]:
 
 
 def accumulate(
-    groups: Sequence[Group], reached: Collection[int], found: GradientSums, before: GradientSums
+    group: Group, reached: Collection[int], found: GradientSums, before: GradientSums
 ) -> list[tuple[Tensor, Tensor]]:
     """Have torch add what a pass has found to what there was before, and give the gradients that
     come out. Leaves that were reached and got none count as well."""
-    leaves = list({id(leaf): leaf for group in groups for leaf in group.leaves}.values())
+    leaves = group.leaves
     taking_part = [leaf for leaf in leaves if id(leaf) in reached]
     gradients = [found[id(leaf)][1] if id(leaf) in found else None for leaf in taking_part]
     backup = GradBackup()
@@ -51,10 +51,7 @@ def accumulate(
     try:
         for leaf in leaves:
             leaf.grad = before[id(leaf)][1].clone() if id(leaf) in before else None
-        with ExitStack() as around:
-            for group in groups:
-                around.enter_context(group.accumulating())
-            around.enter_context(_without_hooks(taking_part))
+        with group.accumulating(), _without_hooks(taking_part):
             _run(taking_part, gradients)
         return [(leaf, _own(leaf.grad)) for leaf in leaves if leaf.grad is not None]
     finally:

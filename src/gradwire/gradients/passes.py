@@ -211,7 +211,8 @@ class Pass:
         try:
             self._engine.learn_outcomes(self.context)  # what earlier passes have found counts
             before = self.context.gradient_sums()
-            gradients = accumulate(groups, self._reached, found, before)
+            for group in groups:
+                gradients += accumulate(group, self._reached, found, before)
         except BaseException as error:
             failure = error
         finally:

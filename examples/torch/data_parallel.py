@@ -1,0 +1,81 @@
+"""Two trainers with data of their own and the same layers, whose gradients are averaged between
+them; the embedding table that both use is on a server, and a master tells them what to do.
+
+    gradwire run [--torch] -n 4 examples/torch/data_parallel.py [STEPS]
+"""
+
+import os
+import sys
+
+import torch
+import torch.distributed as dist
+import torch.distributed.autograd as dist_autograd
+import torch.distributed.rpc as rpc
+from torch import Tensor, nn, optim
+from torch.distributed.nn import RemoteModule
+from torch.distributed.optim import DistributedOptimizer
+from torch.nn.parallel import DistributedDataParallel
+
+STEPS = int(sys.argv[1]) if len(sys.argv) > 1 else 2  # between lines of output
+TRAINERS, WORDS, SIZE = 2, 12, 8
+
+
+class Model(nn.Module):
+    """Rows of the remote table go through local layers."""
+
+    def __init__(self, table: RemoteModule) -> None:
+        super().__init__()
+        self.table = table
+        layers = nn.Sequential(nn.Linear(SIZE, SIZE), nn.Tanh(), nn.Linear(SIZE, 2))
+        self.layers = DistributedDataParallel(layers)
+
+    def forward(self, words: Tensor) -> Tensor:
+        return self.layers(self.table.forward(words))
+
+    def parameter_rrefs(self) -> list[rpc.RRef]:
+        here = [rpc.RRef(parameter) for parameter in self.layers.parameters()]
+        return here + self.table.remote_parameters()
+
+
+class Trainer:
+    def __init__(self, table: RemoteModule, rank: int) -> None:
+        torch.manual_seed(rank)
+        self.model = Model(table)
+        self.optimizer = DistributedOptimizer(optim.SGD, self.model.parameter_rrefs(), lr=0.1)
+        # Words that the others do not have: then it does not matter who takes a step first.
+        self.words = torch.randint(WORDS // TRAINERS, (16, 3)) * TRAINERS + rank
+        self.labels = torch.randint(2, (16,))
+
+    def train(self) -> float:
+        for _ in range(STEPS):
+            with dist_autograd.context() as context_id:
+                loss = nn.functional.cross_entropy(self.model(self.words), self.labels)
+                dist_autograd.backward(context_id, [loss])
+                self.optimizer.step(context_id)
+        return loss.item()
+
+
+def make_table() -> nn.Module:
+    torch.manual_seed(3)
+    return nn.EmbeddingBag(WORDS, SIZE, mode="sum", sparse=True)
+
+
+def lead() -> None:
+    table = RemoteModule("server", make_table)
+    trainers = [
+        rpc.remote(f"trainer{rank}", Trainer, args=(table, rank)) for rank in range(TRAINERS)
+    ]
+    for epoch in range(4):
+        losses = torch.futures.wait_all([trainer.rpc_async().train() for trainer in trainers])
+        print(f"epoch {epoch}:", " ".join(f"{loss:.4f}" for loss in losses))
+
+
+if __name__ == "__main__":
+    rank = int(os.environ["RANK"])
+    name = f"trainer{rank}" if rank < TRAINERS else ("server", "master")[rank - TRAINERS]
+    rpc.init_rpc(name, rank=rank, world_size=TRAINERS + 2)
+    if rank < TRAINERS:
+        dist.init_process_group("gloo", rank=rank, world_size=TRAINERS)
+    if name == "master":
+        lead()
+    rpc.shutdown()
