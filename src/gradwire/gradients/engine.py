@@ -178,7 +178,8 @@ class Engine:
             context.note_outcome(done.id, None)
             if not done.how.for_inputs:
                 context.add_gradients(staged)
-                context.set_gradients(done.accumulated)
+                if done.accumulated:
+                    context.set_gradients(done.accumulated)
         done.is_over()
         return staged
 

@@ -467,10 +467,13 @@ class Ledger:
         if worker == self.parent:
             self._parent_knows = self.finished
             standing = CHILD_DONE if self.finished else CHILD
-        # What was answered since needs no asking and no telling.
-        questions = [id for id in self._questions.pop(worker, ()) if id not in self.answers]
-        told = self._prospects_for.pop(worker, ())
-        prospects = [prospect for prospect in told if prospect[0] in self._replies]
+        questions: list[int] = []
+        prospects: list[Prospect] = []
+        if self._questions or self._prospects_for:
+            # What was answered since needs no asking and no telling.
+            questions = [id for id in self._questions.pop(worker, ()) if id not in self.answers]
+            told = self._prospects_for.pop(worker, ())
+            prospects = [prospect for prospect in told if prospect[0] in self._replies]
         return sends, self._outbox.pop(worker, []), standing, questions, prospects
 
     def _conclude(self) -> None:

@@ -107,7 +107,8 @@ class Pass:
         groups = self._groups_of(plan, sends)
         with self._lock:
             self._ledger.open(plan, sends, recvs, known, inputs, groups)
-            self._notify()
+            if self._changed is not None:
+                self._notify()
 
     def _groups_of(self, plan: Plan, sends: Sequence[Send]) -> list[Group]:
         """Those of the worker's groups of leaves that this pass reaches."""
@@ -133,7 +134,8 @@ class Pass:
             if not self._ledger.planned:  # another thread has heard of the pass first
                 self._wait(lambda: self._ledger.planned)
             self._ledger.take(sender, news, was_told=was_told)
-            self._notify()
+            if self._changed is not None:
+                self._notify()
 
     # -- running
 
@@ -293,7 +295,8 @@ class Pass:
                 self._notify()
                 return True
             told = self._ledger.all_news()
-            self._notify()
+            if self._changed is not None:
+                self._notify()
         if not told:
             return False
         # Reading the last answer oneself is faster than being woken by who reads it.
@@ -328,7 +331,8 @@ class Pass:
             error = self.error
             if error is None:
                 news = self._ledger.news_for(request.caller.id)
-                self._notify()
+                if self._changed is not None:
+                    self._notify()
         if error is not None:
             request.fail(error, "the backward pass")
         else:
@@ -376,7 +380,8 @@ class Pass:
         self._changed.wait_for(ready, None if left == FOREVER else max(0.0, left))
 
     def _notify(self) -> None:
-        """Have those who wait look again."""
+        """Have those who wait look again. (Where it is called for every message, whether there are
+        any is looked at first.)"""
         if self._changed is not None:
             self._changed.notify_all()
 
@@ -428,7 +433,8 @@ class Pass:
                 raise self.error
             self._committed = True
             staged, self._ledger.staged = self._ledger.staged, []
-            self._backup = GradBackup()
+            if self._into_grad:
+                self._backup = GradBackup()
         return staged
 
     @property

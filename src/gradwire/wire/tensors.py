@@ -1,13 +1,13 @@
 """Tensors as a description and buffers.
 
-A dense tensor becomes a `Dense` description (dtype, shape, strides, flags) and *one* flat tensor
-with its elements; a sparse tensor becomes the dense tensors it is made of. The flat tensor is
+A dense tensor becomes a description (dtype, shape, strides, flags) and *one* flat tensor with its
+elements; a sparse tensor becomes the dense tensors it is made of. The flat tensor is
 never copied here: whoever moves the bytes copies them once, to where they have to go.
 
 What is sent of a view is the smaller of two things: its elements in order, or the span of memory
 between its first and its last element. So a slice of a huge tensor costs the slice, an expanded
-tensor costs what it was expanded from, and a transposed one keeps its strides. The elements of a
-small view are spread out again where they arrive, so that it keeps its strides too.
+tensor, unless it is tiny, what it was expanded from, and a transposed one keeps its strides. The
+elements of a small view are spread out again where they arrive, so that it keeps its strides too.
 """
 
 from __future__ import annotations
@@ -38,6 +38,8 @@ REQUIRES_GRAD = 1
 PARAMETER = 2
 SPREAD = 4
 _SMALL_SPAN = 256
+#: An expanded tensor this small is not worth the trouble of sending what it was expanded from.
+_SMALL_BYTES = 1024
 
 # (dtype code, shape, strides or None when contiguous, REQUIRES_GRAD | PARAMETER | SPREAD, elements)
 Described = tuple[int, tuple[int, ...], "tuple[int, ...] | None", int, Tensor]
@@ -54,11 +56,14 @@ def describe(tensor: Tensor) -> Described | None:
     flags = REQUIRES_GRAD if tensor.requires_grad else 0
     if type(tensor) is torch.nn.Parameter:
         flags |= PARAMETER
-    lazy = tensor.is_neg() or (code in _COMPLEX and tensor.is_conj())
-    if tensor.is_contiguous() and not lazy:
+    if tensor.is_neg() or (code in _COMPLEX and tensor.is_conj()):
+        tensor = tensor.detach().resolve_conj().resolve_neg()
+    if tensor.is_contiguous():
         return code, tuple(tensor.shape), None, flags, tensor
-    tensor = tensor.detach().resolve_conj().resolve_neg()
+    tensor = tensor.detach()
     shape, strides = tuple(tensor.shape), tensor.stride()
+    if 0 in strides and tensor.nbytes <= _SMALL_BYTES:
+        return code, shape, None, flags, tensor.contiguous()
     span = 1 + sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True))
     if 0 < span <= tensor.numel():
         return code, shape, strides, flags, tensor.as_strided((span,), (1,))
