@@ -167,14 +167,16 @@ class Context:
 def _unshared(gradients: GradientSums) -> list[tuple[Tensor, Tensor]]:
     """Gradients that can be changed in place, clipped for one, without changing another: a function
     may have given the same memory to two of its inputs, or one element in the place of many."""
-    used: set[int] = set()
+    memories = [
+        (gradient._values() if gradient.is_sparse else gradient).data_ptr()
+        for _, gradient in gradients.values()
+    ]
+    shared = len(set(memories)) < len(memories)
     unshared = []
-    for leaf, gradient in gradients.values():
-        elements = gradient._values() if gradient.is_sparse else gradient
-        memory = elements.data_ptr()
-        if memory in used or (elements is gradient and 0 in gradient.stride()):
+    for memory, (leaf, gradient) in zip(memories, gradients.values(), strict=True):
+        expanded = not gradient.is_sparse and 0 in gradient.stride()
+        if expanded or (shared and memories.count(memory) > 1):
             gradient = _copied(gradient)
-        used.add(memory)
         unshared.append((leaf, gradient))
     return unshared
 
