@@ -29,6 +29,7 @@ from gradwire.errors import (
 )
 from gradwire.testing import cluster
 from gradwire.testing.workers import transports_named
+from gradwire.transport.memory import MemoryNetwork
 from gradwire.worker import Worker
 from tests.processes import until
 
@@ -686,3 +687,21 @@ def test_a_callback_must_be_callable(memory_pair: Any) -> None:
     with pytest.raises(TypeError, match="cannot even be called"):
         future.then(None)
     assert future.wait() == 2
+
+
+# -- connecting
+
+
+class SlowToConnect(MemoryNetwork):
+    """Nobody answers in time."""
+
+    def connect(self, place: str, me: Any, them: Any, timeout: float) -> Any:
+        threading.Event().wait(timeout)
+        raise TimeoutError("timed out")
+
+
+def test_a_timeout_that_leaves_no_time_to_connect_is_a_timeout() -> None:
+    with cluster(2, transports=[SlowToConnect()], graceful=False) as (a, _):
+        with pytest.raises(CallTimeout, match=r"more than set timeout.*has not run there") as late:
+            a.rpc_sync("worker1", max, (1, 2), timeout=0.001)
+        assert not late.value.may_have_run

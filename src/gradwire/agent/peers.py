@@ -10,6 +10,7 @@ from gradwire.agent.link import Link
 from gradwire.agent.roster import Member, Roster
 from gradwire.errors import (
     AuthenticationError,
+    CallTimeout,
     ShutDownError,
     UnknownWorkerError,
     WorkerLost,
@@ -85,10 +86,12 @@ class Peers:
             return [peer.link for peer in self._by_id.values() if peer.link is not None]
 
     def connect(self, peer: Peer, call: str, timeout: float) -> Link:
-        """The link to a peer, connecting first if need be. Raises WorkerLost."""
+        """The link to a peer, connecting first if need be. Raises WorkerLost; or CallTimeout, if it
+        is the call's own timeout that leaves no time for it."""
         deadline = time.monotonic() + min(timeout or self._patience, self._patience)
         if not peer.connecting.acquire(timeout=max(0.0, deadline - time.monotonic())):
-            raise self._unreachable(peer, call, ["another thread is still trying to connect"])
+            busy = ["another thread is still trying to connect"]
+            raise self._unreachable(peer, call, busy, deadline, timeout)
         try:
             if self.closed:
                 raise ShutDownError(
@@ -98,7 +101,7 @@ class Peers:
                     may_have_run=False,
                 )
             if peer.link is None:
-                connection = self._open(peer, call, deadline)
+                connection = self._open(peer, call, deadline, timeout)
                 link = self._make_link(peer, connection)
                 peer.link = link
                 if link.end_reason is not None:
@@ -108,7 +111,7 @@ class Peers:
         finally:
             peer.connecting.release()
 
-    def _open(self, peer: Peer, call: str, deadline: float) -> Connection:
+    def _open(self, peer: Peer, call: str, deadline: float, timeout: float) -> Connection:
         reasons = []
         for address in peer.member.addresses:
             transport = self._transports.get(address.transport)
@@ -124,7 +127,8 @@ class Peers:
             except (OSError, AuthenticationError) as error:
                 reasons.append(f"{address.transport}: {error}")
         self._forget_if_gone(peer)
-        raise self._unreachable(peer, call, reasons or ["no transport in common"])
+        reasons = reasons or ["no transport in common"]
+        raise self._unreachable(peer, call, reasons, deadline, timeout)
 
     def _forget_if_gone(self, peer: Peer) -> None:
         """In an open group: look a worker up again next time, it may have left or come back."""
@@ -133,11 +137,22 @@ class Peers:
                 self._by_id.pop(peer.info.id, None)
                 self._by_name.pop(peer.info.name, None)
 
-    @staticmethod
-    def _unreachable(peer: Peer, call: str, reasons: list[str]) -> WorkerLost:
+    def _unreachable(
+        self, peer: Peer, call: str, reasons: list[str], deadline: float, timeout: float
+    ) -> WorkerLost | CallTimeout:
+        why = "; ".join(reasons)
+        if 0 < timeout < self._patience and time.monotonic() >= deadline:
+            return CallTimeout(
+                f"{call} on worker {peer.info.name!r}: RPC ran for more than set timeout "
+                f"({timeout * 1000:.0f} ms) and will now be marked with an error. There was no "
+                f"connection by then ({why}), so it has not run there; give it a longer timeout",
+                worker=peer.info.name,
+                call=call,
+                may_have_run=False,
+            )
         return WorkerLost(
-            f"worker {peer.info.name!r} cannot be reached for {call} ({'; '.join(reasons)}). It "
-            "has not run there. Has that worker ended, or left?",
+            f"worker {peer.info.name!r} cannot be reached for {call} ({why}). It has not run "
+            "there. Has that worker ended, or left?",
             worker=peer.info.name,
             call=call,
             may_have_run=False,
