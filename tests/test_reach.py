@@ -12,7 +12,8 @@ from torch.autograd.graph import GradientEdge
 
 from gradwire import autograd, current, rpc
 from gradwire.gradients.functions import Recv, Send
-from gradwire.gradients.graph import Region, Root
+from gradwire.gradients.graph import Region, Root, make_plan
+from gradwire.gradients.ledger import How, Ledger
 from gradwire.gradients.reach import Reach
 from gradwire.testing import FaultyTransport, cluster
 from gradwire.transport.memory import MemoryNetwork
@@ -176,3 +177,14 @@ def test_the_prospects_of_a_whole_trunk_are_one_question() -> None:
             autograd.backward(context_id, [h.sum()])
         current.exit(token)
         assert network.messages[Kind.BACKWARD_AUTOGRAD_REQ] == 21
+
+
+def test_what_arrives_while_a_pass_begins_has_no_part_in_it() -> None:
+    recv = Recv(7, 1)
+    recv.take(torch.ones(2, requires_grad=True))
+    plan = make_plan([], [recv])
+    recv.take(torch.ones(2, requires_grad=True))
+    ledger = Ledger(0, None, How())
+    ledger.open(plan, [], [recv], {1}, ())
+    _, answers, *_ = ledger.news_for(1)
+    assert answers == [(7, None)]

@@ -102,6 +102,8 @@ class Plan:
     unreached: list[Anchor]
     #: By send, which of its tensors are loose.
     loose: dict[int, set[int]]
+    #: By recv, how many anchors it has.
+    sizes: dict[int, int]
 
 
 def is_loose(end: Tensor) -> bool:
@@ -119,7 +121,9 @@ def make_plan(
 ) -> Plan:
     """Plan a pass. `wanted` are the tensors whose gradients are asked for; None: all leaves.
     `loose`: loose ends are left out; a send that has no others is in no region."""
-    anchors = {anchor: (recv, n) for recv in recvs for n, anchor in enumerate(recv.anchors)}
+    # One that is arriving just now has more of them a moment later, which nothing depends on yet.
+    arrived = [(recv, tuple(recv.anchors)) for recv in recvs]
+    anchors = {anchor: (recv, n) for recv, found in arrived for n, anchor in enumerate(found)}
     part_of: dict[Any, int] = {}
     parts = _Parts(len(sources))
     sinks: list[tuple[int, Any]] = []
@@ -148,7 +152,8 @@ def make_plan(
     for tensor in asked.values() if asked else ():
         if tensor.grad_fn in part_of:
             regions[parts.find(part_of[tensor.grad_fn])].leaves.append(tensor)
-    return Plan(list(regions.values()), list(anchors.values()), left_out)
+    sizes = {recv.id: len(found) for recv, found in arrived}
+    return Plan(list(regions.values()), list(anchors.values()), left_out, sizes)
 
 
 def _starts_of(source: Source, left_out: dict[int, set[int]] | None) -> list[Start]:

@@ -59,12 +59,12 @@ class _Reply:
 
     __slots__ = ("alive", "gradients", "has_gradient", "open", "sender", "told")
 
-    def __init__(self, recv: Recv):
-        self.sender = recv.sender
+    def __init__(self, sender: int, size: int):
+        self.sender = sender
         #: Which tensors gradients will come to, as far as known; whether the sender was told.
         self.alive: set[int] = set()
         self.told = False
-        self.open = len(recv.anchors)
+        self.open = size
         self.gradients: list[Gradient] = [OPEN] * self.open
         self.has_gradient = False
 
@@ -135,7 +135,7 @@ class Ledger:
         self._groups = list(groups)
         self._sends = {send.id: send for send in sends}
         self._loose = plan.loose
-        self._replies = {recv.id: _Reply(recv) for recv in recvs}
+        self._replies = {recv.id: _Reply(recv.sender, plan.sizes[recv.id]) for recv in recvs}
         self._recv_ids = frozenset(self._replies)
         self._regions = plan.regions
         for region in plan.regions:
@@ -146,7 +146,7 @@ class Ledger:
             region.has_gradient = region.out < len(region.sources)
         self._unfinished = len(plan.regions)
         for recv in recvs:
-            if not recv.anchors:  # what it carried could not be decoded
+            if not plan.sizes[recv.id]:  # what it carried could not be decoded, or not yet
                 self.settle(recv.id, 0, None)
         for recv, position in plan.unreached:
             self.settle(recv.id, position, None)
