@@ -47,6 +47,13 @@ def _leaves_nothing_behind() -> Iterator[None]:
 
 
 @pytest.fixture
+def memory_pair() -> Iterator[list[Worker]]:
+    """Two workers in this process."""
+    with cluster(2) as workers:
+        yield workers
+
+
+@pytest.fixture
 def trio() -> Iterator[list[Worker]]:
     """Three workers in this process, the first of them the current one."""
     with cluster(3) as workers:

@@ -26,6 +26,19 @@ SMALL = [
     if " MB" not in case.name and " at a time" not in case.name and case.contestants != rpc.TCP
 ]
 
+
+def run(*arguments: str, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
+    """Python, in a process of its own."""
+    return subprocess.run(
+        [sys.executable, *arguments],
+        cwd=cwd,
+        capture_output=True,
+        text=True,
+        timeout=110,
+        check=False,
+    )
+
+
 #: In a process of its own: multiprocessing keeps helpers until the process that used it ends.
 TRIAL = """
 import json, multiprocessing, os, sys, threading
@@ -76,14 +89,7 @@ def test_contestants_take_turns_and_one_that_fails_or_is_absent_does_not_stop_th
     tmp_path: Path,
 ) -> None:
     (tmp_path / "trial.py").write_text(TRIAL)
-    done = subprocess.run(
-        [sys.executable, "trial.py", *[case.name for case in SMALL]],
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        timeout=100,
-        check=False,
-    )
+    done = run("trial.py", *[case.name for case in SMALL], cwd=tmp_path)
     assert (done.returncode, done.stderr) == (0, "")
     samples, (others, failures), (guests, absences) = map(json.loads, done.stdout.splitlines())
     for case in SMALL:
@@ -102,13 +108,7 @@ def test_contestants_take_turns_and_one_that_fails_or_is_absent_does_not_stop_th
 def test_gradients_are_measured_in_every_case(tmp_path: Path) -> None:
     file = tmp_path / "samples.json"
     options = ["autograd", "--quick", "--rounds", "1", "--json", str(file)]
-    done = subprocess.run(
-        [sys.executable, "-m", "gradwire", "bench", *options],
-        capture_output=True,
-        text=True,
-        timeout=110,
-        check=False,
-    )
+    done = run("-m", "gradwire", "bench", *options)
     assert (done.returncode, done.stderr) == (0, "")
     assert "1,000 chained calls, backward alone" in done.stdout
     for case in autograd.SUITE.cases:
@@ -186,14 +186,7 @@ if __name__ == "__main__":
 
 def test_what_grows_is_measured_in_groups_and_calls_are_made_over_tcp(tmp_path: Path) -> None:
     (tmp_path / "trial.py").write_text(GROUPS)
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", "trial.py"],
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        timeout=110,
-        check=False,
-    )
+    done = run("-W", "ignore", "trial.py", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert done.stdout.split("\n")[:-1] == list(rpc.TCP)
 
@@ -216,14 +209,7 @@ def test_what_was_measured_is_drawn(tmp_path: Path) -> None:
         "failures": {c.name: {} for c in cases},
     }
     (tmp_path / "scale.json").write_text(json.dumps(measured))
-    done = subprocess.run(
-        [sys.executable, "-m", "gradwire", "plot", "scale.json", "--into", "plots"],
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        timeout=100,
-        check=False,
-    )
+    done = run("-m", "gradwire", "plot", "scale.json", "--into", "plots", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert {file.name for file in (tmp_path / "plots").iterdir()} == {p.file for p in plots.PLOTS}
     assert ">gradwire</text>" in (tmp_path / "plots" / "latency.svg").read_text()
@@ -287,14 +273,7 @@ if __name__ == "__main__":
 
 def test_programs_are_measured_as_they_are(tmp_path: Path) -> None:
     (tmp_path / "trial.py").write_text(PROGRAMS)
-    done = subprocess.run(
-        [sys.executable, "trial.py"],
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        timeout=100,
-        check=False,
-    )
+    done = run("trial.py", cwd=tmp_path)
     assert (done.returncode, done.stderr) == (0, "")
     samples, failures = json.loads(done.stdout)
     assert all(0 < seconds < 10 for [[seconds]] in samples["some"].values())

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import contextvars
 import gc
 import logging
@@ -16,7 +15,6 @@ import pytest
 import torch
 
 from gradwire import current, rpc
-from gradwire.agent.interceptors import Interceptor
 from gradwire.errors import (
     CallTimeout,
     EncodingError,
@@ -31,7 +29,6 @@ from gradwire.testing import cluster
 from gradwire.testing.workers import transports_named
 from gradwire.transport.memory import MemoryNetwork
 from gradwire.worker import Worker
-from tests.processes import until
 
 TIMEOUT = 30.0
 
@@ -39,12 +36,6 @@ TIMEOUT = 30.0
 @pytest.fixture(params=["memory", "unix", "tcp"])
 def pair(request: pytest.FixtureRequest) -> Iterator[list[Worker]]:
     with cluster(2, transports=transports_named(request.param)) as workers:
-        yield workers
-
-
-@pytest.fixture
-def memory_pair() -> Iterator[list[Worker]]:
-    with cluster(2) as workers:
         yield workers
 
 
@@ -343,6 +334,18 @@ def until_done(future: Any) -> None:
     assert done.wait(TIMEOUT)
 
 
+class Vanishing:
+    """Can be sent, but is unknown where it arrives."""
+
+    def __reduce__(self) -> Any:
+        return getattr, (Worker, "nothing_of_that_name")
+
+
+def test_what_is_unknown_at_the_other_end_is_explained(memory_pair: Any) -> None:
+    with pytest.raises(EncodingError, match="pickler does not serialize"):
+        memory_pair[0].rpc_sync("worker1", repr, args=(Vanishing(),))
+
+
 # -- deadlines
 
 
@@ -379,6 +382,21 @@ def test_after_the_end_calls_say_so() -> None:
         pass
     with pytest.raises(ShutDownError, match="has shut down and cannot call worker 'worker1'"):
         a.rpc_sync("worker1", whoami)
+
+
+class SlowToConnect(MemoryNetwork):
+    """Nobody answers in time."""
+
+    def connect(self, place: str, me: Any, them: Any, timeout: float) -> Any:
+        threading.Event().wait(timeout)
+        raise TimeoutError("timed out")
+
+
+def test_a_timeout_that_leaves_no_time_to_connect_is_a_timeout() -> None:
+    with cluster(2, transports=[SlowToConnect()], graceful=False) as (a, _):
+        with pytest.raises(CallTimeout, match=r"more than set timeout.*has not run there") as late:
+            a.rpc_sync("worker1", max, (1, 2), timeout=0.001)
+        assert not late.value.may_have_run
 
 
 # -- concurrency
@@ -570,6 +588,13 @@ def test_a_caught_error_keeps_nothing_alive(memory_pair: list[Worker]) -> None:
     assert alive() is None
 
 
+def test_a_callback_must_be_callable(memory_pair: Any) -> None:
+    future = memory_pair[0].rpc_async("worker1", max, args=(1, 2))
+    with pytest.raises(TypeError, match="cannot even be called"):
+        future.then(None)
+    assert future.wait() == 2
+
+
 # -- functions that return futures
 
 
@@ -612,96 +637,3 @@ def test_a_function_may_return_a_future_of_its_result(pair: list[Worker]) -> Non
         worker.rpc_sync("worker1", fails_elsewhere, ("worker0",))
     with pytest.raises(TypeError, match=r"must return a .*Future.*forgets_the_future"):
         worker.rpc_sync("worker1", forgets_the_future)
-
-
-# -- what rides on calls
-
-
-class Postmark(Interceptor):
-    """Tags every call with the sender's name, and doubles what arrives."""
-
-    def __init__(self, name: str, log: list[str]):
-        self.name = name
-        self.log = log
-
-    def leaving(self, to: Any, what: Any, tensors: Any, tags: dict[str, Any]) -> None:
-        tags["from"] = self.name
-        self.log.append(f"{self.name} sends {len(tensors)} to {to.name} for {what.__name__}")
-
-    def arriving(self, sender: int, tags: dict[str, Any]) -> Any:
-        self.log.append(f"{self.name} gets something of {tags['from']}")
-        return self.double
-
-    def double(self, tensor: torch.Tensor) -> torch.Tensor:
-        self.log.append(f"{self.name} gets a tensor")
-        return tensor * 2
-
-    def serving(self, request: Any) -> Any:
-        self.log.append(f"{self.name} serves {request.subject.__name__}")
-        return contextlib.closing(self)
-
-    def close(self) -> None:
-        self.log.append(f"{self.name} has served")
-
-    def answering(self, request: Any, tensors: Any, tags: dict[str, Any]) -> None:
-        tags["from"] = self.name
-        self.log.append(f"{self.name} answers {request.subject.__name__} with {len(tensors)}")
-
-
-def test_interceptors_see_calls_pass_on_both_sides(memory_pair: list[Worker]) -> None:
-    log: list[str] = []
-    for worker in memory_pair:
-        worker.agent.interceptors.append(Postmark(worker.name, log))
-    x = torch.ones(2, requires_grad=True)
-    result = memory_pair[0].rpc_sync("worker1", torch.add, (x, torch.ones(5000).sum()))
-    assert result.tolist() == [10004, 10004]
-    # What the two do at the same time may be noted in any order.
-    assert [entry for entry in log if entry.startswith("worker0")] == [
-        "worker0 sends 1 to worker1 for add",
-        "worker0 gets something of worker1",
-        "worker0 gets a tensor",
-    ]
-    assert [entry for entry in log if entry.startswith("worker1")][:4] == [
-        "worker1 gets something of worker0",
-        "worker1 gets a tensor",
-        "worker1 serves add",
-        "worker1 answers add with 1",
-    ]
-    until(lambda: "worker1 has served" in log, "the function is left")
-
-
-class Vanishing:
-    """Can be sent, but is unknown where it arrives."""
-
-    def __reduce__(self) -> Any:
-        return getattr, (Worker, "nothing_of_that_name")
-
-
-def test_what_is_unknown_at_the_other_end_is_explained(memory_pair: Any) -> None:
-    with pytest.raises(EncodingError, match="pickler does not serialize"):
-        memory_pair[0].rpc_sync("worker1", repr, args=(Vanishing(),))
-
-
-def test_a_callback_must_be_callable(memory_pair: Any) -> None:
-    future = memory_pair[0].rpc_async("worker1", max, args=(1, 2))
-    with pytest.raises(TypeError, match="cannot even be called"):
-        future.then(None)
-    assert future.wait() == 2
-
-
-# -- connecting
-
-
-class SlowToConnect(MemoryNetwork):
-    """Nobody answers in time."""
-
-    def connect(self, place: str, me: Any, them: Any, timeout: float) -> Any:
-        threading.Event().wait(timeout)
-        raise TimeoutError("timed out")
-
-
-def test_a_timeout_that_leaves_no_time_to_connect_is_a_timeout() -> None:
-    with cluster(2, transports=[SlowToConnect()], graceful=False) as (a, _):
-        with pytest.raises(CallTimeout, match=r"more than set timeout.*has not run there") as late:
-            a.rpc_sync("worker1", max, (1, 2), timeout=0.001)
-        assert not late.value.may_have_run

@@ -19,7 +19,8 @@ from torch import Tensor
 from gradwire import autograd, current, rpc
 from gradwire.errors import GradwireError, WorkerLost
 from gradwire.gradients.engine import TAG
-from gradwire.gradients.ledger import NO_CHILD, How
+from gradwire.gradients.family import NO_CHILD
+from gradwire.gradients.ledger import How
 from gradwire.testing import soak
 from gradwire.wire.messages import Kind
 from gradwire.worker import Worker
@@ -208,7 +209,7 @@ def test_a_late_message_does_not_bring_a_context_back(trio: list[Worker]) -> Non
     tags = {TAG: (context_id, 77, (5,), [])}
     with pytest.raises(GradwireError, match="was released already"):
         agent.call_async(peer, Kind.PYTHON_CALL, square, call, 5.0, tags).wait()
-    message = (context_id, 7, How(), ([78], [], NO_CHILD), ())
+    message = (context_id, 7, How(), ([78], [], NO_CHILD, [], []), ())
     with pytest.raises(GradwireError, match="was released already"):
         agent.request("worker1", Kind.BACKWARD_AUTOGRAD_REQ, message).wait()
     assert (

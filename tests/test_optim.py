@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import io
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -20,15 +20,6 @@ from gradwire.optim import DistributedOptimizer
 from gradwire.testing import cluster
 from gradwire.worker import Worker
 from tests.processes import run_group
-
-
-@pytest.fixture
-def trio() -> Iterator[list[Worker]]:
-    with cluster(3) as workers:
-        token = current.enter(workers[0])
-        yield workers
-        current.exit(token)
-
 
 # -- a model of three layers: the first here, the others on worker1 and worker2
 

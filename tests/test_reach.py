@@ -98,11 +98,7 @@ class Zeros(torch.autograd.Function):
         return gradient * 2
 
 
-class Nothing(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        return x * 2
-
+class Nothing(Zeros):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> None:
         return None

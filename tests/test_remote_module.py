@@ -4,28 +4,18 @@ from __future__ import annotations
 
 import copy
 import pickle
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn, optim
 
-from gradwire import autograd, current, rpc
+from gradwire import autograd, rpc
 from gradwire.errors import EncodingError, UnknownWorkerError
 from gradwire.nn import RemoteModule
 from gradwire.optim import DistributedOptimizer
-from gradwire.testing import cluster
 from gradwire.worker import Worker
 from tests.processes import run_group
-
-
-@pytest.fixture
-def trio() -> Iterator[list[Worker]]:
-    with cluster(3) as workers:
-        token = current.enter(workers[0])
-        yield workers
-        current.exit(token)
 
 
 class Scale(nn.Module):

@@ -218,21 +218,23 @@ class Contexts:
     def find(self, id: int) -> Context | None:
         """The context, or None if nothing of it has ever got here."""
         context = self._contexts.get(id)
-        if context is not None:
-            return context
-        with self._lock:
-            if id in self._released:
-                raise GradwireError(f"autograd context {id} was released already")
-            return self._contexts.get(id)
+        if context is None:
+            with self._lock:
+                self._check_not_released(id)
+                context = self._contexts.get(id)
+        return context
 
     def get_or_create(self, id: int) -> Context:
         context = self._contexts.get(id)
-        if context is not None:
-            return context
-        with self._lock:
-            if id in self._released:
-                raise GradwireError(f"autograd context {id} was released already")
-            return self._contexts.setdefault(id, Context(id, self._messages))
+        if context is None:
+            with self._lock:
+                self._check_not_released(id)
+                context = self._contexts.setdefault(id, Context(id, self._messages))
+        return context
+
+    def _check_not_released(self, id: int) -> None:
+        if id in self._released:
+            raise GradwireError(f"autograd context {id} was released already")
 
     def release(self, id: int) -> set[int]:
         """Forget a context; returns the workers that must be told."""

@@ -19,8 +19,9 @@ from gradwire.agent.service import Request
 from gradwire.errors import GradwireError, WorkerLost
 from gradwire.gradients.accumulation import Group
 from gradwire.gradients.context import Context, Contexts, Reason
+from gradwire.gradients.family import NO_CHILD
 from gradwire.gradients.graph import Root
-from gradwire.gradients.ledger import NO_CHILD, How, News
+from gradwire.gradients.ledger import How, News
 from gradwire.gradients.passes import Pass
 from gradwire.gradients.versions import Versions
 from gradwire.ids import IdSource, WorkerInfo, creator

@@ -1,8 +1,8 @@
 """What a pass has to do on one worker, and how far that has got: pure bookkeeping.
 
 A ledger belongs to a pass, which calls it with its lock held. It knows the regions of the plan, the
-sends that wait for answers and the answers of recvs that are being put together, what others must
-be told, and when all of it is done.
+sends that wait for answers and the answers of recvs that are being put together, and what others
+must be told. When all of it is done is between it and its `Family`.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torch import Tensor
 
+from gradwire.gradients.family import Family
 from gradwire.gradients.functions import NOTHING, Gradient, Gradients, Recv, Send
 from gradwire.gradients.graph import Anchor, Plan, Region, Root
 from gradwire.gradients.reach import Reach
@@ -27,9 +28,6 @@ Prospect = tuple[int, "list[int]"]
 # What one worker tells another: its sends that have no answer yet (said once), answers, how the
 # teller stands to the one who is told, the sends whose prospects it asks for, and prospects.
 News = tuple["list[int]", "list[Answer]", int, "list[int]", "list[Prospect]"]
-
-#: How a worker stands to another in a pass.
-NO_CHILD, CHILD, CHILD_DONE = range(3)
 
 
 class How(NamedTuple):
@@ -74,8 +72,7 @@ class Ledger:
 
     def __init__(self, me: int, parent: int | None, how: How):
         self._me = me
-        #: The worker this one heard of the pass from; None where it was started.
-        self.parent = parent
+        self.family = Family(parent)
         self._how = how
         self.planned = False
         self._sends: dict[int, Send] = {}
@@ -89,8 +86,7 @@ class Ledger:
         self._unfinished = 0
         self._recv_ids: frozenset[int] = frozenset()
         self._replies: dict[int, _Reply] = {}
-        #: What others must hear: that there is a pass, and answers.
-        self._untold: set[int] = set()
+        #: Answers that others must hear, and those for this worker itself.
         self._outbox: dict[int, list[Answer]] = {}
         self._to_myself: list[Callable[[], None]] = []
         #: Which tensors of sends gradients will come to, as far as others have said so; the sends
@@ -101,15 +97,6 @@ class Ledger:
         self._prospects_for: dict[int, list[Prospect]] = {}
         self._regions: list[Region] = []
         self._region_of_anchor: dict[tuple[int, int], Region] = {}
-        #: Everybody who knows of the pass, as far as this worker knows.
-        self.involved: set[int] = set() if parent is None else {parent}
-        #: Workers that were told and have not said yet whether they are children.
-        self._unsure: set[int] = set()
-        self._children: set[int] = set()
-        self._done_children: set[int] = set()
-        self._parent_knows = False
-        #: This worker's part is done, and so are those of its children.
-        self.finished = False
         #: Gradients of leaves, not visible yet: to add to those there are, and to have instead.
         self.staged: list[tuple[Tensor, Tensor]] = []
         self.accumulated: list[tuple[Tensor, Tensor]] = []
@@ -152,7 +139,7 @@ class Ledger:
             self.settle(recv.id, position, None)
         if self._me in known:
             self._answer_unknown(self._me, self._unanswered(self._me))
-        self._untold = known - {self._me}
+        self.family.untold = known - {self._me}
         for region in plan.regions:
             self._consider(region)
         self.planned = True
@@ -219,14 +206,7 @@ class Ledger:
     def take(self, sender: int, news: News, *, was_told: bool) -> None:
         """Take in what another worker has to tell. `was_told`: it answers our first message."""
         sends, answers, standing, questions, prospects = news
-        self.involved.add(sender)
-        if was_told:
-            self._unsure.discard(sender)
-        if standing == CHILD_DONE:
-            self._children.discard(sender)
-            self._done_children.add(sender)
-        elif standing == CHILD and sender not in self._done_children:
-            self._children.add(sender)
+        self.family.hear_from(sender, standing, was_told=was_told)
         if sends:
             self._answer_unknown(sender, sends)
         for id, gradients in answers:
@@ -411,7 +391,7 @@ class Ledger:
     def take_groups(self) -> list[Group]:
         """The groups to accumulate, once; when all their gradients are known, and nobody waits for
         anything from here."""
-        if not self._can_accumulate() or self._outbox or self._untold:
+        if not self._can_accumulate() or self._outbox or self.family.untold:
             return []
         groups, self._groups = self._groups, []
         self._accumulating = True
@@ -444,29 +424,16 @@ class Ledger:
     def all_news(self) -> list[tuple[int, bool, News]]:
         """What has to be told, to whom, and whether it is the first that worker is told."""
         self._conclude()
-        workers = {*self._untold, *self._outbox, *self._questions, *self._prospects_for}
-        if self.finished and self.parent is not None and not self._parent_knows:
-            workers.add(self.parent)
-        told = []
-        for worker in workers:
-            first = worker in self._untold
-            if first:
-                self._unsure.add(worker)
-            told.append((worker, first, self.news_for(worker)))
-        return told
+        family = self.family
+        workers = {*family.untold, *self._outbox, *self._questions, *self._prospects_for}
+        if family.parent is not None and family.owes_parent():
+            workers.add(family.parent)
+        return [(worker, family.expect(worker), self.news_for(worker)) for worker in workers]
 
     def news_for(self, worker: int) -> News:
-        sends: list[int] = []
-        self.involved.add(worker)
-        if worker in self._untold:
-            self._untold.discard(worker)
-            sends = self._unanswered(worker)
-        if not self.finished:
-            self._conclude()
-        standing = NO_CHILD
-        if worker == self.parent:
-            self._parent_knows = self.finished
-            standing = CHILD_DONE if self.finished else CHILD
+        sends = self._unanswered(worker) if self.family.tell(worker) else []
+        self._conclude()  # now that this one is told
+        standing = self.family.standing_to(worker)
         questions: list[int] = []
         prospects: list[Prospect] = []
         if self._questions or self._prospects_for:
@@ -479,30 +446,29 @@ class Ledger:
     def _conclude(self) -> None:
         """See whether this worker's part has come to its end."""
         if (
-            self._unsure
-            or self._children
+            self.family.finished
+            or self.family.waits()
             or self._groups
             or self._accumulating
             or not self._has_all_gradients()
         ):
             return
-        if not self._untold or self._untold == {self.parent}:
-            self.finished = True
+        self.family.conclude()
 
     def has_work(self) -> bool:
         """Whether there is something to drive. Who adds to it from now on drives it too."""
         return bool(
             self.ready
             or self._outbox
-            or self._untold
+            or self.family.untold
             or self._to_myself
             or self._questions
             or self._prospects_for
             or self._can_accumulate()
-            or (self.finished and not self._parent_knows)
+            or self.family.owes_parent()
         )
 
     def awaited(self) -> set[int]:
         """The workers that must do something before this one can be done."""
         owing = {send.to for id, send in self._sends.items() if id not in self.answers}
-        return owing | self._children | self._unsure
+        return owing | self.family.awaited()

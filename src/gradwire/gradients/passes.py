@@ -85,12 +85,12 @@ class Pass:
     @property
     def finished(self) -> bool:
         """This worker's part is done, and so are those it has told of the pass."""
-        return self._ledger.finished
+        return self._ledger.family.finished
 
     @property
     def involved(self) -> set[int]:
         """Everybody who knows of the pass, as far as this worker knows."""
-        return self._ledger.involved
+        return self._ledger.family.involved
 
     def begin(self, roots: Sequence[Root], inputs: Sequence[Tensor] = ()) -> None:
         """Find out what there is to do here."""
