@@ -128,6 +128,9 @@ def _run_second_order(
     every = _all_leaves(benches)
     leaves = list(world.bench.leaves().values()) if episode.order == "penalty" else every
     first: Sequence[Tensor | None] = ()
+    if episode.order == "penalty" and every:
+        # What makes no sense on ways to other leaves may be met on workers, or not.
+        torch.autograd.grad(loss, every, retain_graph=True, allow_unused=True)
     if leaves:
         first = torch.autograd.grad(loss, leaves, create_graph=True, allow_unused=True)
     if episode.order == "penalty":
