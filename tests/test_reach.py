@@ -34,10 +34,13 @@ def random_region(chance: random.Random) -> tuple[Region, dict[tuple[int, int], 
     nodes = [Node() for _ in range(3)]
     for _ in range(chance.randrange(12)):
         nodes.append(Node(*chance.sample(nodes, chance.randint(1, 3))))
-    region = Region()
+    sends = [
+        Send(id, 1, [torch.ones(1, requires_grad=True)] * 2, "")
+        for id in range(chance.randint(1, 4))
+    ]
+    region = Region(sends[0], [])
     starts = {}
-    for id in range(chance.randint(1, 4)):
-        send = Send(id, 1, [torch.ones(1, requires_grad=True)] * 2, "")
+    for id, send in enumerate(sends):
         for position in range(2):
             starts[id, position] = node = chance.choice(nodes)
             region.starts.append((send, position, GradientEdge(node, 0)))  # type: ignore[arg-type]

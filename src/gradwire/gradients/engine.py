@@ -161,8 +161,7 @@ class Engine:
                 found.fail(error)
         found.take(sender, news)
         found.reply_to(request)
-        if found.has_work():
-            found.drive()
+        found.drive()
 
     # -- outcomes
 

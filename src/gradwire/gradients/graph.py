@@ -73,13 +73,13 @@ class Region:
     """A connected part of the graph, and how far a pass has got with it."""
 
     __slots__ = (
-        "anchors", "asking", "has_gradient", "leaves", "out", "queued", "reach", "sources",
-        "starts",
+        "anchors", "asking", "has_gradient", "leaves", "out", "part_of", "queued", "reach",
+        "sources", "starts",
     )  # fmt: skip
 
-    def __init__(self) -> None:
-        self.sources: list[Source] = []
-        self.starts: list[Start] = []
+    def __init__(self, source: Source, starts: list[Start]) -> None:
+        self.sources: list[Source] = [source]
+        self.starts = starts
         #: Whose gradients are asked for.
         self.leaves: list[Tensor] = []
         self.anchors: list[Anchor] = []
@@ -91,6 +91,15 @@ class Region:
         self.reach: Reach | None = None
         #: Whether others were asked for that.
         self.asking = False
+        #: While planning: an older one that this has turned out to be a part of.
+        self.part_of: Region | None = None
+
+    def whole(self) -> Region:
+        region = self
+        while (above := region.part_of) is not None:
+            region.part_of = above.part_of or above  # the next one has less far to go
+            region = above
+        return region
 
 
 @dataclass(slots=True)
@@ -106,12 +115,6 @@ class Plan:
     sizes: dict[int, int]
 
 
-def is_loose(end: Tensor) -> bool:
-    """A leaf that was sent, and that nobody watches: what it is sent back is its gradient, with no
-    need to go through the graph. (Hooks must see the sum of all its gradients.)"""
-    return end.is_leaf and end._backward_hooks is None
-
-
 def make_plan(
     sources: Sequence[Source],
     recvs: Sequence[Recv],
@@ -121,39 +124,29 @@ def make_plan(
 ) -> Plan:
     """Plan a pass. `wanted` are the tensors whose gradients are asked for; None: all leaves.
     `loose`: loose ends are left out; a send that has no others is in no region."""
-    # One that is arriving just now has more of them a moment later, which nothing depends on yet.
-    arrived = [(recv, tuple(recv.anchors)) for recv in recvs]
-    anchors = {anchor: (recv, n) for recv, found in arrived for n, anchor in enumerate(found)}
-    part_of: dict[Any, int] = {}
-    parts = _Parts(len(sources))
-    sinks: list[tuple[int, Any]] = []
-    left_out: dict[int, set[int]] = {}
-    members: list[tuple[int, Source, list[Start]]] = []
-    for part, source in enumerate(sources):
-        starts = _starts_of(source, left_out if loose else None)
-        for _, _, edge in starts:
-            _walk(edge.node, part, part_of, parts, anchors, sinks)
-        if starts:
-            members.append((part, source, starts))
-    regions: dict[int, Region] = {}
-    for part, source, starts in members:
-        found = parts.find(part)
-        if found not in regions:
-            regions[found] = Region()
-        regions[found].sources.append(source)
-        regions[found].starts += starts
+    anchors: dict[Any, Anchor] = {}
+    sizes: dict[int, int] = {}
+    for recv in recvs:
+        # One that is arriving just now has more of them a moment later; nothing depends on those.
+        arrived = tuple(recv.anchors)
+        sizes[recv.id] = len(arrived)
+        for number, anchor in enumerate(arrived):
+            anchors[anchor] = (recv, number)
     asked = None if wanted is None else {id(tensor): tensor for tensor in wanted}
-    for part, node in sinks:
-        region = regions[parts.find(part)]
-        if type(node) is not _Leaf:
-            region.anchors.append(anchors.pop(node))
-        elif asked is None or id(node.variable) in asked:
-            region.leaves.append(node.variable)
+    left_out: dict[int, set[int]] = {}
+    regions: list[Region] = []
+    region_of: dict[Any, Region] = {}
+    for source in sources:
+        starts = _starts_of(source, left_out if loose else None)
+        if starts:
+            region = Region(source, starts)
+            regions.append(region)
+            for _, _, edge in starts:
+                _walk(edge.node, region, region_of, anchors, asked)
     for tensor in asked.values() if asked else ():
-        if tensor.grad_fn in part_of:
-            regions[parts.find(part_of[tensor.grad_fn])].leaves.append(tensor)
-    sizes = {recv.id: len(found) for recv, found in arrived}
-    return Plan(list(regions.values()), list(anchors.values()), left_out, sizes)
+        if tensor.grad_fn in region_of:
+            region_of[tensor.grad_fn].leaves.append(tensor)
+    return Plan(_put_together(regions), list(anchors.values()), left_out, sizes)
 
 
 def _starts_of(source: Source, left_out: dict[int, set[int]] | None) -> list[Start]:
@@ -163,7 +156,9 @@ def _starts_of(source: Source, left_out: dict[int, set[int]] | None) -> list[Sta
     assert type(source) is Send
     starts: list[Start] = []
     for position, end in enumerate(source.ends):
-        if left_out is not None and is_loose(end):
+        # A loose end is a leaf that was sent, and that nobody watches: what it is sent back is its
+        # gradient, with no need to go through the graph. (Hooks must see the sum of them all.)
+        if left_out is not None and end.is_leaf and end._backward_hooks is None:
             left_out.setdefault(source.id, set()).add(position)
         else:
             starts.append((source, position, source.edge(position)))
@@ -172,48 +167,58 @@ def _starts_of(source: Source, left_out: dict[int, set[int]] | None) -> list[Sta
 
 def _walk(
     start: Any,
-    part: int,
-    part_of: dict[Any, int],
-    parts: _Parts,
+    region: Region,
+    region_of: dict[Any, Region],
     anchors: dict[Any, Anchor],
-    sinks: list[tuple[int, Any]],
+    asked: dict[int, Tensor] | None,
 ) -> None:
-    """Mark all nodes that a source reaches and nobody has marked, and find the sinks there."""
-    found = part_of.get(start, -1)
-    if found >= 0:
-        parts.join(part, found)
+    """Mark all nodes that a start of a region reaches and nobody has marked. Anchors that are
+    found there go over to the region."""
+    found = region_of.get(start)
+    if found is not None:
+        _join(region, found)
         return
-    part_of[start] = part
+    region_of[start] = region
     stack = [start]
     while stack:
         node = stack.pop()
-        if type(node) is _Leaf or node in anchors:
-            sinks.append((part, node))
+        if type(node) is _Leaf:
+            if asked is None or id(node.variable) in asked:
+                region.leaves.append(node.variable)
+            continue
+        anchor = anchors.pop(node, None)
+        if anchor is not None:
+            region.anchors.append(anchor)
             continue
         for child, _ in node.next_functions:
             if child is not None:
-                found = part_of.get(child, -1)
-                if found < 0:
-                    part_of[child] = part
+                found = region_of.get(child)
+                if found is None:
+                    region_of[child] = region
                     stack.append(child)
-                elif found != part:
-                    parts.join(part, found)
+                elif found is not region:
+                    _join(region, found)
 
 
-class _Parts:
-    """Which sources lead into the same region (union-find)."""
+def _join(a: Region, b: Region) -> None:
+    a, b = a.whole(), b.whole()
+    if a is not b:
+        a.part_of = b
 
-    def __init__(self, count: int):
-        self._parent = list(range(count))
 
-    def find(self, part: int) -> int:
-        parent = self._parent
-        while parent[part] != part:
-            parent[part] = part = parent[parent[part]]
-        return part
-
-    def join(self, a: int, b: int) -> None:
-        self._parent[self.find(b)] = self.find(a)
+def _put_together(parts: list[Region]) -> list[Region]:
+    """The regions that parts have turned out to be parts of."""
+    regions = []
+    for part in parts:
+        if part.part_of is None:
+            regions.append(part)
+        else:
+            region = part.whole()
+            region.sources += part.sources
+            region.starts += part.starts
+            region.leaves += part.leaves
+            region.anchors += part.anchors
+    return regions
 
 
 def lift_nodes(region: Region, count: int) -> None:

@@ -143,6 +143,7 @@ class Ledger:
         for region in plan.regions:
             self._consider(region)
         self.planned = True
+        self._conclude()
 
     def _consider(self, region: Region) -> None:
         """Have a region run if it can: when all its sources are answered, or have gradients to
@@ -192,6 +193,7 @@ class Ledger:
             if type(source) is Send and source.id in self.answers:
                 self.answers[source.id] = None  # used up
         self._unfinished -= 1
+        self._conclude()
 
     def open_anchors(self, region: Region) -> list[Anchor]:
         """The anchors of a region whose gradients are not known yet."""
@@ -215,6 +217,7 @@ class Ledger:
             self._take_prospects(id, positions)
         for id in questions:
             self._take_question(id)
+        self._conclude()
 
     def _answer_unknown(self, sender: int, sends: Sequence[int]) -> None:
         """Sends that never got here have no gradients."""
@@ -233,6 +236,7 @@ class Ledger:
             return False
         while self._to_myself:
             self._to_myself.pop()()
+        self._conclude()
         return True
 
     def _take_answer(self, id: int, gradients: list[Gradient] | None) -> None:
@@ -418,12 +422,12 @@ class Ledger:
     def has_accumulated(self, gradients: list[tuple[Tensor, Tensor]]) -> None:
         self.accumulated = gradients
         self._accumulating = False
+        self._conclude()
 
     # -- telling others
 
     def all_news(self) -> list[tuple[int, bool, News]]:
         """What has to be told, to whom, and whether it is the first that worker is told."""
-        self._conclude()
         family = self.family
         workers = {*family.untold, *self._outbox, *self._questions, *self._prospects_for}
         if family.parent is not None and family.owes_parent():
@@ -444,9 +448,10 @@ class Ledger:
         return sends, self._outbox.pop(worker, []), standing, questions, prospects
 
     def _conclude(self) -> None:
-        """See whether this worker's part has come to its end."""
+        """See whether this worker's part has come to its end, when anything has changed."""
         if (
-            self.family.finished
+            self._unfinished
+            or self.family.finished
             or self.family.waits()
             or self._groups
             or self._accumulating
@@ -456,7 +461,7 @@ class Ledger:
         self.family.conclude()
 
     def has_work(self) -> bool:
-        """Whether there is something to drive. Who adds to it from now on drives it too."""
+        """Whether there is something to drive."""
         return bool(
             self.ready
             or self._outbox

@@ -140,11 +140,12 @@ class Pass:
     # -- running
 
     def drive(self) -> None:
-        """Do all that can be done now, on this thread, and let others know."""
-        while True:
+        """Do all that can be done now, on this thread, and let others know. (Who adds to it from
+        now on drives it too.)"""
+        while self.error is None and self._ledger.has_work():
             self._run_ready(gated=True)
-            if not self._exchange() and not self._accumulate():
-                return
+            if not self._exchange():
+                self._accumulate()
 
     def _run_ready(self, *, gated: bool) -> None:
         """Run the regions that can; those that have to wait at gates only if asked to."""
@@ -196,14 +197,14 @@ class Pass:
                 ledger.settle(recv.id, position, gradient)
         ledger.has_run(run.region)
 
-    def _accumulate(self) -> bool:
-        """See to the groups of leaves, last of all. True if there may be more to do afterwards."""
+    def _accumulate(self) -> None:
+        """See to the groups of leaves, last of all."""
         if not self._reached:
-            return False
+            return
         with self._lock:
             groups = [] if self.error is not None else self._ledger.take_groups()
             if not groups:
-                return False
+                return
             found = add_up({}, self._ledger.take_staged(groups))
             self._running += 1
         executor = self._engine.agent.executor
@@ -226,7 +227,6 @@ class Pass:
             self._notify()
         if failure is not None:
             self.fail(failure)
-        return failure is None
 
     def _deliver(self, message: int, position: int, gradient: Gradient) -> None:
         with self._lock:
@@ -337,10 +337,6 @@ class Pass:
             request.fail(error, "the backward pass")
         else:
             self._engine.answer(self, request, news)
-
-    def has_work(self) -> bool:
-        """Whether there is something to drive. Who adds to it from now on drives it too."""
-        return self._ledger.has_work()
 
     # -- the end
 

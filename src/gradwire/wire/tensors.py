@@ -40,18 +40,22 @@ SPREAD = 4
 _SMALL_SPAN = 256
 #: An expanded tensor this small is not worth the trouble of sending what it was expanded from.
 _SMALL_BYTES = 1024
+#: Tensors of up to this many bytes travel inside the pickle.
+INLINE_BYTES = 8192
 
-# (dtype code, shape, strides or None when contiguous, REQUIRES_GRAD | PARAMETER | SPREAD, elements)
-Described = tuple[int, tuple[int, ...], "tuple[int, ...] | None", int, Tensor]
+_strided = torch.strided
+
+# The elements, as bytes or if there are many as a tensor; dtype code; shape; REQUIRES_GRAD, PARAMETER
+# and SPREAD, as far as they are true; and unless the tensor is contiguous its strides.
+Described = tuple[Any, ...]
 
 _COMPRESSED = {torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc}
 
 
 def describe(tensor: Tensor) -> Described | None:
-    """Describe a dense tensor in main memory, None for others; the last part of it is a tensor with
-    exactly the elements to send."""
+    """Describe a dense tensor in main memory, None for others."""
     code = _CODES.get(tensor.dtype)
-    if code is None or tensor.layout is not torch.strided or not tensor.is_cpu:
+    if code is None or tensor.layout is not _strided or not tensor.is_cpu:
         return None
     flags = REQUIRES_GRAD if tensor.requires_grad else 0
     if type(tensor) is torch.nn.Parameter:
@@ -59,17 +63,43 @@ def describe(tensor: Tensor) -> Described | None:
     if tensor.is_neg() or (code in _COMPLEX and tensor.is_conj()):
         tensor = tensor.detach().resolve_conj().resolve_neg()
     if tensor.is_contiguous():
-        return code, tuple(tensor.shape), None, flags, tensor
-    tensor = tensor.detach()
+        return _elements(tensor), code, tuple(tensor.shape), flags
     shape, strides = tuple(tensor.shape), tensor.stride()
-    if 0 in strides and tensor.nbytes <= _SMALL_BYTES:
-        return code, shape, None, flags, tensor.contiguous()
-    span = 1 + sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True))
+    size = tensor.nbytes
+    if 0 in strides and 0 < size <= _SMALL_BYTES:
+        if not any(strides):  # the gradient of a sum, for one
+            elements = _bytes_at(tensor.data_ptr(), tensor.element_size()) * tensor.numel()
+        else:
+            elements = _elements(tensor)
+        return elements, code, shape, flags
+    span = 1 + sum((n - 1) * stride for n, stride in zip(shape, strides, strict=True))
     if 0 < span <= tensor.numel():
-        return code, shape, strides, flags, tensor.as_strided((span,), (1,))
+        part = tensor.detach().as_strided((span,), (1,))
+        return _elements(part), code, shape, flags, strides
     if 0 < span <= _SMALL_SPAN and 0 not in strides:
-        return code, shape, strides, flags | SPREAD, tensor
-    return code, shape, None, flags, tensor
+        return _elements(tensor), code, shape, flags | SPREAD, strides
+    return _elements(tensor), code, shape, flags
+
+
+def _elements(tensor: Tensor) -> Any:
+    """The elements in order: copied, if they are few, or where they are."""
+    size = tensor.nbytes
+    if size > INLINE_BYTES:
+        return tensor.detach()
+    tensor = tensor.contiguous()  # it must live until it is copied
+    return _bytes_at(tensor.data_ptr(), size)
+
+
+def _bytes_at(address: int, size: int) -> bytearray:
+    """A copy of some memory. (The interpreter waits for it, so it must be little.)"""
+    kind = _arrays.get(size)
+    if kind is None:
+        kind = _arrays[size] = ctypes.c_char * size
+    return bytearray(kind.from_address(address))
+
+
+#: ctypes arrays, by size: of no more sizes than small tensors have.
+_arrays: dict[int, type[ctypes.Array[ctypes.c_char]]] = {}
 
 
 def rebuild(
@@ -105,19 +135,6 @@ def rebuild(
     if flags & PARAMETER:
         return torch.nn.Parameter(tensor, requires_grad=bool(flags & REQUIRES_GRAD))
     return tensor.requires_grad_()
-
-
-def small_bytes(flat: Tensor, size: int) -> bytearray:
-    """A copy of the elements as bytes. For small tensors: it holds the interpreter meanwhile."""
-    flat = flat.contiguous()
-    kind = _arrays.get(size)
-    if kind is None:
-        kind = _arrays[size] = ctypes.c_char * size
-    return bytearray(kind.from_address(flat.data_ptr()))
-
-
-#: ctypes arrays, by size: of no more sizes than small tensors have.
-_arrays: dict[int, type[ctypes.Array[ctypes.c_char]]] = {}
 
 
 def take_apart(tensor: Tensor) -> tuple[Any, ...] | None:

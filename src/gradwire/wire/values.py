@@ -11,7 +11,6 @@ that require gradients in the order they were met, which is the same on both sid
 from __future__ import annotations
 
 import copyreg
-import io
 import pickle
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -26,12 +25,10 @@ from gradwire.errors import EncodingError
 from gradwire.ids import WorkerInfo
 from gradwire.wire import tensors as wire_tensors
 
-#: Tensors of up to this many bytes travel inside the pickle.
-INLINE_BYTES = 8192
-
 Passenger = Callable[["WorkerInfo | None"], None]
 
 _MARK = pickle.PickleBuffer(bytearray())
+_REQUIRES_GRAD = wire_tensors.REQUIRES_GRAD
 
 
 @dataclass(slots=True)
@@ -100,8 +97,9 @@ class _Encoder(pickle.Pickler):
     reusable_up_to = 1 << 16
 
     def __init__(self, codec: Codec):
-        self._stream = io.BytesIO()
-        super().__init__(self._stream, 5, buffer_callback=self._in_stream)
+        #: Of a value in which nothing is large, one piece.
+        self._pieces: list[bytes] = []
+        super().__init__(_Writer(self._pieces.append), 5, buffer_callback=self._in_stream)
         self.reducers = _Reducers(self._reduce_tensor)
         for kind, (name, take_apart) in codec.taught.items():
             self.reducers[kind] = partial(_reduce_taught, name, take_apart)
@@ -116,11 +114,12 @@ class _Encoder(pickle.Pickler):
 
     def encode(self, value: Any, passengers: Sequence[Passenger]) -> Encoded:
         self.dump(value)
-        encoded = Encoded(self._stream.getvalue(), self._buffers, self._differentiable, passengers)
-        self._buffers, self._differentiable = [], []
-        self._stream.seek(0)
-        self._stream.truncate()
         self.clear_memo()
+        pieces = self._pieces
+        payload = pieces[0] if len(pieces) == 1 else b"".join(pieces)
+        pieces.clear()
+        encoded = Encoded(payload, self._buffers, self._differentiable, passengers)
+        self._buffers, self._differentiable = [], []
         return encoded
 
     def _reduce_tensor(self, tensor: Tensor) -> Any:
@@ -128,20 +127,15 @@ class _Encoder(pickle.Pickler):
         if kind is Tensor or kind is torch.nn.Parameter:
             described = wire_tensors.describe(tensor)
             if described is not None:
-                code, shape, strides, flags, flat = described
-                if flags & wire_tensors.REQUIRES_GRAD:
+                if described[3] & wire_tensors.REQUIRES_GRAD:
                     self._differentiable.append(tensor)
-                size = flat.nbytes
-                memory: Any = _MARK
-                if size <= INLINE_BYTES:
-                    memory = wire_tensors.small_bytes(flat, size)
-                else:
-                    self._buffers.append(flat.detach())
+                if type(described[0]) is not bytearray:
+                    self._buffers.append(described[0])
+                    described = (_MARK, *described[1:])
                 if kind is Tensor:
-                    if strides is None:
-                        return _dense, (memory, code, shape, flags)
-                    return _dense, (memory, code, shape, flags, strides)
-                return _dense, (memory, code, shape, flags, strides, tensor.__dict__)
+                    return _dense, described
+                strides = described[4] if len(described) > 4 else None
+                return _dense, (*described[:4], strides, tensor.__dict__)
             # Of other parameters torch sends the data, which comes by here again.
             parts = wire_tensors.take_apart(tensor) if kind is Tensor else None
             if parts is not None:
@@ -155,6 +149,15 @@ class _Encoder(pickle.Pickler):
             )
         reduced: Any = tensor.__reduce_ex__(5)  # type: ignore[no-untyped-call]
         return reduced  # subclasses and rare layouts: as torch pickles them
+
+
+class _Writer:
+    """A file to write to, for who needs no more of one."""
+
+    __slots__ = ("write",)
+
+    def __init__(self, write: Callable[[bytes], None]):
+        self.write = write
 
 
 class _Reducers(dict[type, Callable[[Any], Any]]):
@@ -202,8 +205,10 @@ def _dense(
     attributes: Any = None,
 ) -> Tensor:
     tensor = wire_tensors.rebuild(memory, code, shape, strides, flags)
-    if flags & wire_tensors.REQUIRES_GRAD:
-        tensor = _arrive(tensor)
+    if flags & _REQUIRES_GRAD:
+        decoding = _current.decoding
+        if decoding is not None and decoding.arrival is not None:
+            tensor = decoding.arrival(tensor)
     if attributes:
         tensor.__dict__.update(attributes)
     return tensor
@@ -211,14 +216,10 @@ def _dense(
 
 def _sparse(*parts: Any) -> Tensor:
     tensor = wire_tensors.put_together(*parts)
-    return _arrive(tensor) if tensor.requires_grad else tensor
-
-
-def _arrive(tensor: Tensor) -> Tensor:
     decoding = _current.decoding
-    if decoding is not None and decoding.arrival is not None:
-        return decoding.arrival(tensor)
-    return tensor
+    if not tensor.requires_grad or decoding is None or decoding.arrival is None:
+        return tensor
+    return decoding.arrival(tensor)
 
 
 class Codec:
