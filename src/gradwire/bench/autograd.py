@@ -23,8 +23,13 @@ Call = Callable[..., Any]
 NODES = 10_000
 
 
+@cache
+def rpc_of(package: str) -> Any:
+    return import_module(f"{package}.rpc")
+
+
 def remotely(package: str, to: str, function: Callable[..., Any], *args: Any) -> Any:
-    return import_module(f"{package}.rpc").rpc_sync(to, function, args=args)
+    return rpc_of(package).rpc_sync(to, function, args=args)
 
 
 def locally(_to: str, function: Callable[..., Any], *args: Any) -> Any:

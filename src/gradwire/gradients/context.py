@@ -90,7 +90,7 @@ class Context:
             return None
         if self.released:
             self._check()
-        recv = self.recvs[id] = Recv(id, sender)
+        recv = self.recvs[id] = Recv(id, sender, self.into_grad)
         return recv.take
 
     def add_gradients(self, gradients: list[tuple[Tensor, Tensor]]) -> None:

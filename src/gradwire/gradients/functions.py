@@ -7,17 +7,20 @@
             gradients enter here                gradients leave here
 
 An *end* hangs on a tensor that has left (a leaf is its own end): giving it a gradient is how
-backward goes on from there. An *anchor* is the node that a tensor which arrived comes from: what
-backward brings it is what has to be sent to the end.
+backward goes on from there. It is a *twin* of the tensor: of a small one a copy, of a large one
+what an operation of torch makes that gives a tensor the memory of another, like a view, but without
+autograd taking it for one. What is done to either in place is nothing to the other's history.
 
-Both are *twins* of a tensor: of a small one a copy, of a large one what an operation of torch makes
-that gives a tensor the memory of another, like a view, but without autograd taking it for one. What
-is done in place later, to either of them, is nothing to the other's history.
+An *anchor* is the node that a tensor which arrived comes from: what backward brings it is what has
+to be sent to the end. It is a node that torch refuses to run, as it should where nobody asks for
+what comes to the anchor; a pass does, and then torch does not run it. Where gradients go into
+`.grad` torch runs all that it is asked for, so there the anchor is that of a twin.
 """
 
 from __future__ import annotations
 
 import threading
+from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, Final, Literal
@@ -25,6 +28,7 @@ from typing import Any, Final, Literal
 import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge
+from torch.utils.hooks import RemovableHandle
 
 #: What backward has brought a tensor. None: it has not come there. NOTHING: it has, with nothing:
 #: torch then goes on, in one process too, and asks functions for the gradients of no gradient.
@@ -103,37 +107,59 @@ class Send:
 
 
 class Recv:
-    """A differentiable message that has arrived."""
+    """A differentiable message that has arrived. `into_grad`: torch runs its anchors."""
 
-    __slots__ = ("anchors", "id", "sender")
+    __slots__ = ("_hooks", "_into_grad", "anchors", "id", "sender")
 
-    def __init__(self, id: int, sender: int):
+    def __init__(self, id: int, sender: int, into_grad: bool = False):
         self.id = id
         self.sender = sender
         self.anchors: list[Any] = []
+        self._into_grad = into_grad
+        #: What is called when backward comes to an anchor, by its position.
+        self._hooks: dict[int, OrderedDict[int, Any]] = {}
 
     def take(self, tensor: Tensor) -> Tensor:
         """One of its tensors, a leaf; gives the one that user code gets to see."""
-        tensor._backward_hooks = _LEAF_HOOKS
         large = _is_large(tensor)
-        arrived = _twin(tensor, large)
-        self.anchors.append(arrived.grad_fn)
+        arrived = _twin(tensor, large) if self._into_grad else _stop(tensor)
+        anchor: Any = arrived.grad_fn
+        if self._into_grad:
+            anchor.register_prehook(_run_anchor)
+        self.anchors.append(anchor)
         if large:
             _let_go_of_memory(tensor)
         return arrived
 
+    def watch(self, position: int, reached: Callable[[Gradient], None]) -> RemovableHandle:
+        """Have something called when backward comes to a tensor, in the middle of a run."""
+        hooks = self._hooks.get(position)
+        if hooks is None:
+            # Hooks of the tensor that comes from the anchor: torch calls them whether or not it
+            # runs the node.
+            hooks = self._hooks[position] = OrderedDict()
+            carrier = torch.empty(0, requires_grad=True, device="cpu")
+            carrier._backward_hooks = hooks
+            self.anchors[position]._register_hook_dict(carrier)
+        handle = RemovableHandle(hooks)
+        hooks[handle.id] = lambda gradient: reached(NOTHING if gradient is None else gradient)
+        return handle
 
-def _refuse(_gradient: Tensor) -> None:
-    """Backward has come to the leaf behind an anchor."""
+
+_PLAIN_BACKWARD = (
+    "a plain backward() has reached a value that came from another worker. Call "
+    "gradwire.autograd.backward(context_id, [loss]) inside the context the value was computed in"
+)
+#: Gives a tensor with the memory of the one it is called with, and a node behind it that refuses to
+#: run and says why.
+_stop: Callable[[Tensor], Tensor] = torch._C._functions.DelayedError(_PLAIN_BACKWARD, 1)
+
+
+def _run_anchor(_gradients: Any) -> tuple[None]:
+    """Torch runs an anchor, behind which there is nothing."""
     if not running.region:
-        raise RuntimeError(
-            "a plain backward() has reached a value that came from another worker. Call "
-            "gradwire.autograd.backward(context_id, [loss]) inside the context the value was "
-            "computed in"
-        )
-
-
-_LEAF_HOOKS: Any = {0: _refuse}
+        raise RuntimeError(_PLAIN_BACKWARD)
+    return (None,)
 
 
 class Running(threading.local):

@@ -11,7 +11,6 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge
 from torch.autograd.variable import Variable
@@ -22,10 +21,9 @@ from gradwire.gradients.functions import (
     Gradients,
     Send,
     edge_at,
-    edge_behind,
     running,
 )
-from gradwire.gradients.graph import Anchor, Region, Root, lift_nodes
+from gradwire.gradients.graph import Region, Root, lift_nodes
 from gradwire.gradients.ledger import OPEN, How, Ledger
 
 # Below `torch.autograd.grad`, whose checks cost as much as a small region.
@@ -85,12 +83,10 @@ class Run:
             if self._gates:
                 self._wait_at_gates(gate, handles)
             if self._gates or into_grad:
-                for anchor in self.anchors:
-                    handles.append(_watch(anchor, deliver))
-            behind = self._gates and not into_grad
+                for recv, position in self.anchors:
+                    handles.append(recv.watch(position, partial(deliver, recv.id, position)))
             for recv, position in self.anchors:
-                node = recv.anchors[position]
-                edges.append(edge_behind(node) if behind else edge_at(node))
+                edges.append(edge_at(recv.anchors[position]))
             found: Found = run_backward(
                 tuple(self._outputs),
                 tuple(self._seeds),
@@ -131,21 +127,6 @@ def _at_gate(gate: Gate, send: Send, position: int, _seed: Any) -> tuple[Tensor 
     # Torch takes nothing sparse in the place of the seed, unless that is sparse too.
     as_it_is = gradient.layout is send.ends[position].layout
     return (gradient if as_it_is else gradient.to_dense(),)
-
-
-def _watch(anchor: Anchor, deliver: Deliver) -> Any:
-    """Have a gradient delivered in the middle of a run."""
-    recv, position = anchor
-    return recv.anchors[position].register_prehook(partial(_reached, deliver, recv.id, position))
-
-
-def _reached(
-    deliver: Deliver, message: int, position: int, gradients: tuple[Tensor | None]
-) -> tuple[None] | None:
-    (gradient,) = gradients
-    deliver(message, position, NOTHING if gradient is None else gradient)
-    # It has been taken; what is behind the anchor cannot handle a sparse one.
-    return None if gradient is None or gradient.layout is torch.strided else (None,)
 
 
 class GradBackup:

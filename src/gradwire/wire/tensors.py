@@ -45,8 +45,8 @@ INLINE_BYTES = 8192
 
 _strided = torch.strided
 
-# The elements, as bytes or if there are many as a tensor; dtype code; shape; REQUIRES_GRAD, PARAMETER
-# and SPREAD, as far as they are true; and unless the tensor is contiguous its strides.
+# The elements, as bytes or if there are many as a tensor; dtype code; shape; REQUIRES_GRAD,
+# PARAMETER and SPREAD, as far as they are true; and unless the tensor is contiguous its strides.
 Described = tuple[Any, ...]
 
 _COMPRESSED = {torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc}
