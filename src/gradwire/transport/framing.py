@@ -29,6 +29,7 @@ FORGET = (1 << 64) - 1
 
 #: A frame's buffers are counted before any memory is set aside for them.
 MAX_ENTRIES = 1 << 20
+_PREFIX_SIZE = PREFIX.size
 _CHUNK = 1 << 16
 
 Entry = tuple[int, int]
@@ -101,35 +102,40 @@ class FrameReader:
             self._large = None
             return frames
         self._end += count
-        while self._parse(frames):
-            pass
+        while True:
+            start = self._start
+            body = start + _PREFIX_SIZE
+            if body > self._end:
+                if start < self._end:
+                    self._make_room(_PREFIX_SIZE)
+                break
+            head_length, entries, zero = PREFIX.unpack_from(self._chunk, start)
+            if head_length > self._max_bytes or entries > MAX_ENTRIES or zero:
+                raise ConnectionClosed(
+                    f"a frame claims {head_length} bytes and {entries} buffers; "
+                    f"the limit is {self._max_bytes} bytes"
+                )
+            end = body + head_length
+            if not entries and end <= self._end:
+                frames.append(Frame(self._chunk[body:end]))
+                self._start = end
+            elif not self._parse_large(head_length, entries, frames):
+                break
         if self._start == self._end:
             self._start = self._end = 0
         return frames
 
-    def _parse(self, frames: list[Frame]) -> bool:
-        """Take one frame from the chunk, which is not empty. False when more bytes must come."""
+    def _parse_large(self, head_length: int, count: int, frames: list[Frame]) -> bool:
+        """Take a frame that has buffers, or is not all in the chunk. False when more bytes must
+        come."""
         start, have = self._start, self._end - self._start
-        if have < PREFIX.size:
-            return self._make_room(PREFIX.size)
-        head_length, count, zero = PREFIX.unpack_from(self._chunk, start)
-        if head_length > self._max_bytes or count > MAX_ENTRIES or zero:
-            raise ConnectionClosed(
-                f"a frame claims {head_length} bytes and {count} buffers; "
-                f"the limit is {self._max_bytes} bytes"
-            )
-        body = start + PREFIX.size
+        body = start + _PREFIX_SIZE
         if not count:
-            end: int = body + head_length
-            if end <= self._end:
-                frames.append(Frame(self._chunk[body:end]))
-                self._start = end
-                return end < self._end
-            if PREFIX.size + head_length <= len(self._chunk):
-                return self._make_room(PREFIX.size + head_length)
+            if _PREFIX_SIZE + head_length <= len(self._chunk):
+                return self._make_room(_PREFIX_SIZE + head_length)
             self._start_large(head_length, (), body)
-            return bool(self._finish_large(frames))
-        table_end = PREFIX.size + count * ENTRY.size
+            return self._finish_large(frames)
+        table_end = _PREFIX_SIZE + count * ENTRY.size
         if have < table_end:
             return self._make_room(table_end)
         entries = [
