@@ -17,11 +17,11 @@ import ctypes
 import struct
 from collections.abc import Callable, Sequence
 
-import torch
 from torch import Tensor
 
 from gradwire.errors import ConnectionClosed
 from gradwire.transport.base import Frame
+from gradwire.transport.buffers import Buffers
 
 PREFIX = struct.Struct("<QII")
 ENTRY = struct.Struct("<QQ")
@@ -50,16 +50,6 @@ def pack_prefix(head_length: int, entries: Sequence[Entry]) -> bytes:
     )
 
 
-def fresh_bytes(length: int) -> Tensor:
-    """Memory for a buffer. An ordinary tensor whatever `inference_mode` or default device the
-    thread that reads is in: the frame may be meant for another thread."""
-    try:
-        with torch.inference_mode(False):
-            return torch.empty(length, dtype=torch.uint8, device="cpu")
-    except RuntimeError as error:
-        raise ConnectionClosed(f"there is no memory for {length} bytes: {error}") from error
-
-
 class FrameReader:
     """Bytes in, frames out.
 
@@ -75,12 +65,18 @@ class FrameReader:
         self._max_bytes = max_bytes
         self._shared = shared
         self._forget = forget
+        self.memory = Buffers()
         self._chunk = bytearray(_CHUNK)
         self._view = memoryview(self._chunk)
         self._start = self._end = 0
         # A frame too large for the chunk: what is still to be filled, and the frame when it is.
         self._unfilled: list[memoryview] = []
         self._large: Frame | None = None
+
+    @property
+    def is_filling(self) -> bool:
+        """Whether the rest of something large must come next."""
+        return bool(self._unfilled)
 
     def target(self) -> memoryview:
         if self._unfilled:
@@ -163,7 +159,7 @@ class FrameReader:
                     raise ConnectionClosed("a frame names shared memory where none is in use")
                 buffers.append(self._shared(segment, length))
             else:
-                buffers.append(fresh_bytes(length))
+                buffers.append(self.memory.get(length))
                 places.append(memory_of(buffers[-1]))
         self._start = body
         self._unfilled = []

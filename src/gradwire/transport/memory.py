@@ -15,7 +15,7 @@ from torch import Tensor
 
 from gradwire.errors import ConnectionClosed
 from gradwire.transport.base import Address, Connection, Frame, Greeting
-from gradwire.transport.framing import fresh_bytes
+from gradwire.transport.buffers import fresh_bytes
 from gradwire.transport.poller import Poller
 
 

@@ -7,6 +7,7 @@ import socket
 import threading
 from collections import deque
 from collections.abc import Callable
+from time import perf_counter
 
 from torch import Tensor
 
@@ -28,6 +29,9 @@ Bytes = bytes | bytearray | memoryview
 #: Below this, joining the prefix and the head costs less than a second entry in the system call.
 _JOIN_BYTES = 1 << 15
 _MAX_PARTS = 512
+#: Something large comes in many pieces. To go and do other things between them takes longer than
+#: the pieces do, so whoever receives it stays with it for this long at a time.
+_FILLING_SECONDS = 0.002
 _CAN_GATHER = hasattr(socket.socket, "sendmsg")  # not on Windows
 
 
@@ -60,11 +64,12 @@ class StreamConnection:
         self._reader_thread = 0
         self._closed = False
         self._poller: Poller | None = None
-        self._eager = Eager()
-        self._readable = None
+        self._eager, self._eager_writing = Eager(), Eager()
+        self._readable = self._writable = None
         if hasattr(select, "poll"):
-            self._readable = select.poll()
+            self._readable, self._writable = select.poll(), select.poll()
             self._readable.register(sock, select.POLLIN)
+            self._writable.register(sock, select.POLLOUT)
         sock.setblocking(False)
         self._fd = sock.fileno()
         self._reader = self._make_reader(max_bytes)
@@ -169,7 +174,7 @@ class StreamConnection:
                     if blocked is not None:
                         blocked()
                         blocked = None
-                    if not wait_for(self._sock, writable=True, timeout=self._stall_limit):
+                    if not self._wait_for_room():
                         raise ConnectionClosed(
                             f"the peer has not taken any data for {self._stall_limit:g} s"
                         ) from None
@@ -189,6 +194,12 @@ class StreamConnection:
         except BaseException:
             self.close()  # half a frame may be out: what follows would be misread
             raise
+
+    def _wait_for_room(self) -> bool:
+        """Wait until more can be sent; not for ever."""
+        if self._writable is None:
+            return wait_for(self._sock, writable=True, timeout=self._stall_limit)
+        return bool(self._eager_writing.wait(self._writable.poll, self._stall_limit * 1000))
 
     def _take_held(self) -> bytes:
         held = []
@@ -217,6 +228,7 @@ class StreamConnection:
     def receive(self) -> list[Frame]:
         reader = self._reader
         frames: list[Frame] = []
+        until = 0.0
         while not frames:
             if self._closed:
                 raise ConnectionClosed("the connection is closed")
@@ -227,7 +239,7 @@ class StreamConnection:
                     raise ConnectionClosed("the peer closed the connection")
                 frames = reader.advance(count)
             except BlockingIOError:
-                break
+                count = 0
             except OSError as error:
                 raise ConnectionClosed(f"the connection broke: {error}") from error
             except ConnectionClosed:
@@ -236,7 +248,11 @@ class StreamConnection:
                 self.close()  # an interrupt: bytes may be lost between the socket and the reader
                 raise
             if count < len(target):
-                break
+                if not reader.is_filling:
+                    break
+                until = until or perf_counter() + _FILLING_SECONDS
+                if perf_counter() > until or not self.wait(_FILLING_SECONDS):
+                    break
         return frames
 
     def wait(self, timeout: float | None) -> bool:
@@ -262,7 +278,7 @@ class StreamConnection:
     # -- ending
 
     def trim(self) -> None:
-        pass
+        self._reader.memory.trim()
 
     def close(self) -> None:
         if self._closed:

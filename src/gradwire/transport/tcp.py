@@ -14,6 +14,10 @@ from gradwire.transport.listening import StreamListener, shake_hands
 from gradwire.transport.poller import Poller
 from gradwire.transport.stream import StreamConnection
 
+#: On one machine what is under way should fit into the caches of its cores: a large tensor takes a
+#: third less time than with what the system chooses, which is right for networks.
+_LOOPBACK_BUFFER = 256 << 10
+
 
 @dataclass(frozen=True)
 class TcpTransport:
@@ -64,9 +68,10 @@ class TcpTransport:
     def connection(self, sock: socket.socket, peer: Greeting) -> StreamConnection:
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-        for option in (socket.SO_SNDBUF, socket.SO_RCVBUF):
-            with contextlib.suppress(OSError):
-                sock.setsockopt(socket.SOL_SOCKET, option, 4 << 20)
+        with contextlib.suppress(OSError):  # it may have ended already
+            if is_loopback(sock.getpeername()[0]):
+                sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _LOOPBACK_BUFFER)
+                sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, _LOOPBACK_BUFFER)
         return StreamConnection(sock, peer, self.max_bytes, self.stall_limit)
 
 

@@ -102,6 +102,7 @@ class UnixConnection(StreamConnection):
         return self._sender.take_forgotten()
 
     def trim(self) -> None:
+        super().trim()
         self._sender.trim()
         # Told at once only where that cannot block; else the next frame with buffers tells.
         if not self._sender.forgets or not self._writing.acquire(blocking=False):
