@@ -11,6 +11,7 @@ once, and the kernel frees it with the last process that maps it, however that p
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import fcntl
 import mmap
@@ -35,6 +36,9 @@ _HEADER = 64  # the flag, and room to keep the data aligned
 _ANNOUNCE = struct.Struct("<QQ")
 _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 _PATIENCE_MS = 10_000
+#: From this size on it is faster to copy with two threads, in pieces of that size.
+_MUCH = 32 << 20
+_PIECE = 4 << 20
 
 
 def _capacity(size: int) -> int:
@@ -74,6 +78,28 @@ def _map(descriptor: int, size: int) -> memoryview:
     return memoryview(memory).cast("B")
 
 
+def _copy(target: int, source: int, size: int) -> None:
+    """Copy memory; much of it with the help of a second thread, piece by piece, so that nothing
+    waits for a thread that gets no core. (torch's own threads would be waited for.)"""
+    if size < _MUCH:
+        ctypes.memmove(target, source, size)
+        return
+    starts = iter(range(0, size, _PIECE))
+
+    def copy_pieces() -> None:
+        for start in starts:  # each goes to one of the threads
+            ctypes.memmove(target + start, source + start, min(_PIECE, size - start))
+
+    helper = threading.Thread(target=copy_pieces, name="gradwire-copy", daemon=True)
+    with contextlib.suppress(RuntimeError):  # there may be too many threads
+        helper.start()
+    try:
+        copy_pieces()
+    finally:
+        if helper.ident is not None:
+            helper.join()  # also after an interrupt: the memory must not go while it copies
+
+
 class _Segment:
     """A piece of shared memory this process writes to."""
 
@@ -101,8 +127,7 @@ class _Segment:
         self.idle = False
         size = tensor.numel() * tensor.element_size()
         if tensor.is_contiguous():
-            # torch would share the copy among its threads, and wait for those that get no core.
-            ctypes.memmove(self._bytes.data_ptr(), tensor.data_ptr(), size)
+            _copy(self._bytes.data_ptr(), tensor.data_ptr(), size)
         else:
             self._bytes[:size].view(tensor.dtype).view(tensor.shape).copy_(tensor.detach())
 

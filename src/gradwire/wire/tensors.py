@@ -122,9 +122,12 @@ def rebuild(
             tensor.resize_(shape)
     else:
         flat = memory if isinstance(memory, Tensor) else torch.frombuffer(memory, dtype=dtype)
-        flat = flat.view(dtype)
+        if flat.dtype is not dtype:
+            flat = flat.view(dtype)
         if strides is None:
-            tensor = flat.view(shape).detach()
+            tensor = flat if len(shape) == 1 else flat.view(shape)
+            if tensor._is_view():
+                tensor = tensor.detach()
         elif flags & SPREAD:
             tensor = torch.empty_strided(shape, strides, dtype=dtype, device="cpu")
             tensor.copy_(flat.view(shape))
