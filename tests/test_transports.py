@@ -6,10 +6,10 @@ import contextlib
 import fcntl
 import os
 import select
-import threading
 import signal
 import socket
 import struct
+import threading
 from collections.abc import Iterator
 
 import pytest
