@@ -74,12 +74,16 @@ def run(command: Sequence[str], workers: int, grace: float = GRACE_SECONDS) -> i
 
 
 def environment(rank: int, size: int, port: int, token: str) -> dict[str, str]:
-    """What tells a worker on this machine its place: torchrun's variables and the group's token.
+    """What tells a worker on this machine its place: torchrun's variables and the group's token;
+    and its share of the cores, unless somebody has said how many threads torch is to use.
 
-    >>> environment(1, 2, 29500, "secret")["RANK"]
-    '1'
+        >>> environment(1, 2, 29500, "secret")["RANK"]
+        '1'
     """
+    share = max(1, (os.cpu_count() or 1) // size)
     return {
+        # Threads of several workers that wait for each other on the same cores are slow.
+        "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(share)),
         "RANK": str(rank),
         "LOCAL_RANK": str(rank),
         "WORLD_SIZE": str(size),

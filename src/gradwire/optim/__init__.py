@@ -21,13 +21,13 @@ import itertools
 import traceback
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from gradwire import autograd, rpc
-from gradwire.agent.futures import Future
 from gradwire.errors import RemoteTraceback
 from gradwire.gradients.versions import untracked
 from gradwire.ids import WorkerInfo
@@ -76,7 +76,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
                 for group, mine_in_group in zip(groups, mine, strict=True)
             ]
             future = rpc.rpc_async(owner, make, args=(optimizer_class, part, args, kwargs))
-            calls.append((owner, future))
+            calls.append((owner, future.wait))
         made = _gather(calls)
         _, defaults, settings = made[0]
         with making_optimizers:
@@ -100,10 +100,16 @@ class DistributedOptimizer(torch.optim.Optimizer):
         return {**super().__getstate__(), **{name: getattr(self, name) for name in names}}
 
     def _ask_owners(self, method: str, arguments: Sequence[tuple[Any, ...]]) -> list[Any]:
-        calls = [
-            (rref.owner(), getattr(rref.rpc_async(), method)(*args))
-            for rref, args in zip(self.remote_optimizers, arguments, strict=True)
-        ]
+        """Call a method of the optimizers of all owners, with arguments for each."""
+        asked = list(zip(self.remote_optimizers, arguments, strict=True))
+        calls: list[tuple[WorkerInfo, Callable[[], Any]]] = []
+        for rref, args in asked:
+            if rref.is_owner():
+                # As if it had been sent, but on this thread, while the others work.
+                run = partial(getattr(rref.local_value(), method), *copy.deepcopy(args))
+            else:
+                run = getattr(rref.rpc_async(), method)(*args).wait
+            calls.append((rref.owner(), run))
         return _gather(calls)
 
     # -- steps
@@ -243,13 +249,15 @@ def _same(one: Any, other: Any) -> bool:
     return bool(one == other)
 
 
-def _gather(calls: Sequence[tuple[WorkerInfo, Future[Any]]]) -> list[Any]:
-    """The results of all calls; or, when all have ended, the first error, with a cause that tells
-    of all errors."""
-    results, errors = [], []
-    for owner, future in calls:
+def _gather(calls: Sequence[tuple[WorkerInfo, Callable[[], Any]]]) -> list[Any]:
+    """The results of all calls, got from this worker first; or, when all have ended, the first
+    error, with a cause that tells of all errors."""
+    results: dict[int, Any] = {}
+    errors = []
+    me = rpc.get_worker_info().id
+    for place, (owner, result) in sorted(enumerate(calls), key=lambda call: call[1][0].id != me):
         try:
-            results.append(future.wait())
+            results[place] = result()
         except Exception as error:
             errors.append((owner.name, error))
     if errors:
@@ -260,7 +268,7 @@ def _gather(calls: Sequence[tuple[WorkerInfo, Future[Any]]]) -> list[Any]:
                 + "\n\n".join(f"worker {name!r}:\n{_text(error)}" for name, error in errors)
             )
         raise first
-    return results
+    return [results[place] for place in range(len(calls))]
 
 
 def _text(error: BaseException) -> str:
