@@ -176,6 +176,21 @@ def test_references_survive_a_bad_network(seed: int) -> None:
         until(lambda: nothing_held(workers), "all values are gone")
 
 
+def test_the_answer_to_a_call_tells_that_the_owner_knows_of_a_reference() -> None:
+    """No message of its own does."""
+    with cluster(2, transports=faulty(Fault("drop", kind=Kind.RREF_CHILD_ACCEPT))) as (a, b):
+        rref = a.remote("worker1", torch.ones, (2,))
+        for call in (a.rpc_sync, lambda *args: a.rpc_async(*args).wait()):
+            call("worker1", keep, (rref,))
+            assert a.refs.debug_info()["num_pending_children"] == 0
+        with pytest.raises(TypeError):
+            a.rpc_sync("worker1", keep, (rref, rref))  # it was read, if to no avail
+        assert a.refs.debug_info()["num_pending_children"] == 0
+        KEPT.clear()
+        del rref
+        until(lambda: nothing_held([a, b]), "the value is gone")
+
+
 def test_a_reference_to_what_could_not_be_made_is_not_sent_on() -> None:
     refusal = Fault("refuse", kind=Kind.PYTHON_REMOTE_CALL)
     with cluster(3, transports=faulty(refusal)) as (a, _, _):

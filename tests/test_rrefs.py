@@ -219,6 +219,28 @@ def test_a_reference_that_could_not_be_sent_is_not_counted(trio: list[Worker]) -
     assert trio[0].refs.debug_info()["num_forks"] == 0
 
 
+def name_when_started(rref: rpc.RRef[Thing]) -> str:
+    wait_for_start()
+    return name_of(rref)
+
+
+def test_a_call_that_is_given_up_keeps_its_references_until_it_is_answered(
+    trio: list[Worker],
+) -> None:
+    a, b, _ = trio
+    STARTED.clear()
+    rref = a.remote("worker1", Thing, ("late",))
+    rref.rpc_sync().greet("you")
+    with pytest.raises(CallTimeout):
+        a.rpc_sync("worker1", name_when_started, (rref,), timeout=0.05)
+    del rref
+    gc.collect()
+    assert a.refs.debug_info()["num_pending_children"] == 1
+    assert b.refs.debug_info()["num_forks"] == 1
+    STARTED.set()
+    until(lambda: nothing_held(trio), "the reference is dropped")
+
+
 def test_references_are_not_pickled_elsewhere(trio: list[Worker]) -> None:
     rref = trio[0].rref(1)
     with pytest.raises(EncodingError, match="Can not pickle rref in python pickler"):

@@ -258,7 +258,13 @@ class Agent:
         return value, unsettled
 
     def decode(
-        self, payload: memoryview, buffers: Sequence[Tensor], sender: int, tags: Tags | None
+        self,
+        payload: memoryview,
+        buffers: Sequence[Tensor],
+        sender: int,
+        tags: Tags | None,
+        *,
+        is_call: bool = False,
     ) -> tuple[Any, list[Any]]:
         """A value that has arrived, and what must be waited for before it is used."""
         arrival = None
@@ -268,9 +274,9 @@ class Agent:
                     arrival = interceptor.arriving(sender, tags) or arrival
             except Exception:
                 # References in it must be dropped in good order.
-                self.codec.decode(payload, buffers)
+                self.codec.decode(payload, buffers, is_call=is_call)
                 raise
-        value, decoding = self.codec.decode(payload, buffers, arrival)
+        value, decoding = self.codec.decode(payload, buffers, arrival, is_call=is_call)
         return value, decoding.unsettled
 
     def _complete(self, call: OpenCall) -> None:

@@ -16,7 +16,7 @@ import itertools
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from gradwire.agent.executor import Executor
@@ -26,7 +26,7 @@ from gradwire.ids import WorkerInfo
 from gradwire.transport.base import Connection, Frame
 from gradwire.transport.poller import Poller
 from gradwire.wire.messages import UNCOUNTED, Kind, Tags, pack, peek
-from gradwire.wire.values import Encoded, call_name
+from gradwire.wire.values import Encoded, Passenger, call_name
 
 FOREVER = float("inf")
 
@@ -49,6 +49,7 @@ class OpenCall:
         "id",
         "kind",
         "link",
+        "passengers",
         "reply",
         "subject",
         "timeout",
@@ -62,6 +63,8 @@ class OpenCall:
         self.timeout = timeout
         self.deadline = time.monotonic() + timeout if timeout else FOREVER
         self.id = 0
+        #: What it carries that must know when it is answered.
+        self.passengers: Sequence[Passenger] = ()
         #: None for a synchronous call: its thread takes the reply as it is.
         self.future: Future[Any] | None = None
         self.link: Link | None = None
@@ -79,6 +82,7 @@ class OpenCall:
     def finish(self) -> None:
         """Let those who wait for it go on."""
         self.finished = True
+        self.passengers = ()
         self.future = None  # it knows this call: do not leave a cycle behind
         if self.gate is not None:
             self.open_gate()
@@ -124,8 +128,9 @@ class Link:
         self._uncounted_ids = itertools.count(UNCOUNTED + 1)
         self._looks = 0
         self._open: dict[int, OpenCall] = {}
-        #: Calls that were given up; their answers are still read, and dropped in good order.
-        self._late: set[int] = set()
+        #: Calls that were given up, and what they carry; their answers are still read, and dropped
+        #: in good order.
+        self._late: dict[int, Sequence[Passenger]] = {}
         self._answered: deque[OpenCall] = deque()
         self._armed = False
         self._flush_due = False
@@ -151,6 +156,7 @@ class Link:
         """Let a call leave. Raises WorkerLost if it cannot, and then it surely has not run."""
         call.id = next(self._uncounted_ids if call.kind in _UNCOUNTED_KINDS else self._ids)
         call.link = self
+        call.passengers = encoded.passengers
         if not self._open:
             self.last_sign = time.monotonic()
         frame = Frame(
@@ -320,9 +326,11 @@ class Link:
             call = self._open.pop(call_id, None)
             if call is None:  # too late for its deadline, or a sign of life
                 self.farewell |= kind == Kind.FAREWELL
-                self._late.discard(call_id)
+                self._tell_answered(self._late.pop(call_id, ()))
                 self._absorb(frame)
                 continue
+            if call.passengers:
+                self._tell_answered(call.passengers)
             call.reply = frame
             found |= call is mine
             if call.future is None:
@@ -330,6 +338,10 @@ class Link:
             elif call is not mine:
                 self._answered.append(call)
         return found
+
+    def _tell_answered(self, passengers: Sequence[Passenger]) -> None:
+        for passenger in passengers:
+            passenger.answered(self.to)
 
     def _on_readable(self) -> None:
         """The leader's turn to read."""
@@ -411,11 +423,10 @@ class Link:
                 worker=self.to.name,
                 call=call.name,
             ),
+            late=True,
         )
-        if expired:
-            self._late.add(call.id)
-            if not self._caller_reads:
-                self._arm()
+        if expired and not self._caller_reads:
+            self._arm()
 
     def give_up(self, call: OpenCall) -> None:
         """Let the thread that waits for a call go on without its answer."""
@@ -426,9 +437,9 @@ class Link:
                 worker=self.to.name,
                 call=call.name,
             ),
+            late=True,
         )
         if given_up:
-            self._late.add(call.id)
             self.ask_for_sign()  # the answer wakes the thread, should it be reading
 
     def end(self, reason: str, *, leaving: bool = False) -> None:
@@ -481,10 +492,15 @@ class Link:
             call=call.name,
         )
 
-    def _fail(self, call: OpenCall, make_error: Callable[[], CallError]) -> bool:
-        """Settle a call with an error, unless it is settled already."""
+    def _fail(
+        self, call: OpenCall, make_error: Callable[[], CallError], *, late: bool = False
+    ) -> bool:
+        """Settle a call with an error, unless it is settled already. `late`: its answer may come
+        all the same."""
         if self._open.pop(call.id, None) is None:
             return False
+        if late:
+            self._late[call.id] = call.passengers
         call.error = make_error()
         if call.future is None:
             call.finish()

@@ -56,7 +56,9 @@ class Request:
 
     def decode(self) -> Any:
         """The value that came with the request, for messages that carry nothing to wait for."""
-        return self.service.agent.decode(self.payload, self.buffers, self.caller.id, self.tags)[0]
+        return self.service.agent.decode(
+            self.payload, self.buffers, self.caller.id, self.tags, is_call=True
+        )[0]
 
     def answer(self, value: Any) -> None:
         """Send back a value; if it cannot be sent, an error that says so."""

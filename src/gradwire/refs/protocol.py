@@ -7,7 +7,8 @@
      knows of the child (RREF_CHILD_ACCEPT).
 3. A worker that receives a reference
    - from the owner: is known already;
-   - from a user, and is the owner: tells the user so (RREF_CHILD_ACCEPT);
+   - from a user, and is the owner: tells the user so (RREF_CHILD_ACCEPT), unless it came with a
+     call: then the answer to that says it;
    - from a user, and is another user: has the owner add the fork (RREF_FORK_REQUEST), then tells
      the one it came from. The value it came with is not used before.
 4. A user that drops its reference tells the owner (RREF_USER_DELETE), once it is confirmed.
@@ -255,20 +256,19 @@ class Refs:
         if rref._owned is not None:
             self.table.add(rref._owned)
             self.table.add_fork(rref._id, fork, None)
-            add_passenger(lambda to: self._owner_sent(rref._id, fork, to))
         else:
             with self._lock:
                 self._children[fork] = (rref, None)
-            add_passenger(lambda to: self._user_sent(fork, to))
+        add_passenger(_Passenger(self, rref, fork))
         return rref._owner.id, rref._owner.name, rref._id, fork, self.me.id
 
-    def _owner_sent(self, id: int, fork: int, to: WorkerInfo | None) -> None:
+    def owner_sent(self, id: int, fork: int, to: WorkerInfo | None) -> None:
         if to is None:
             self.table.delete_fork(id, fork)
         else:
             self.table.held_by(id, fork, to.id)
 
-    def _user_sent(self, fork: int, to: WorkerInfo | None) -> None:
+    def user_sent(self, fork: int, to: WorkerInfo | None) -> None:
         with self._lock:
             child = self._children.pop(fork, None)
             if child is not None and to is not None:
@@ -282,7 +282,7 @@ class Refs:
             rref._set_up(self, id, self.me, self.table.get(id), 0, None)
             if parent == self.me.id:
                 self.table.delete_fork(id, fork)  # it went out and came home
-            else:
+            elif not current_decoding().is_call:  # the answer to a call says as much
                 self._accept_child(parent, fork)
             return rref
         owner = WorkerInfo(owner_name, owner_id)
@@ -307,9 +307,13 @@ class Refs:
         request.answer(None)
 
     def _serve_child_accept(self, request: Request) -> None:
-        with self._lock:
-            child = self._children.pop(request.decode(), None)
+        self.let_child_go(request.decode())
         request.answer(None)
+
+    def let_child_go(self, fork: int) -> None:
+        """A fork that was sent is known to the owner."""
+        with self._lock:
+            child = self._children.pop(fork, None)
         del child  # perhaps the last hold on our own reference: outside the lock
 
     # -- dropping references
@@ -377,6 +381,27 @@ class Refs:
         self.table.clear()
         self._dropped.clear()
         del children
+
+
+class _Passenger:
+    """A reference on its way."""
+
+    __slots__ = ("_fork", "_refs", "_rref")
+
+    def __init__(self, refs: Refs, rref: RRef[Any], fork: int):
+        self._refs = refs
+        self._rref = rref
+        self._fork = fork
+
+    def left(self, to: WorkerInfo | None) -> None:
+        if self._rref._owned is not None:
+            self._refs.owner_sent(self._rref._id, self._fork, to)
+        else:
+            self._refs.user_sent(self._fork, to)
+
+    def answered(self, by: WorkerInfo) -> None:
+        if by.id == self._rref._owner.id:
+            self._refs.let_child_go(self._fork)
 
 
 def _creation_failed(error: BaseException) -> BaseException:

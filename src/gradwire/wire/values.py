@@ -16,7 +16,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -25,7 +25,16 @@ from gradwire.errors import EncodingError
 from gradwire.ids import WorkerInfo
 from gradwire.wire import tensors as wire_tensors
 
-Passenger = Callable[["WorkerInfo | None"], None]
+
+class Passenger(Protocol):
+    """Something in a message that has to know what becomes of it."""
+
+    def left(self, to: WorkerInfo | None) -> None:
+        """The message went to a worker, or did not leave."""
+
+    def answered(self, by: WorkerInfo) -> None:
+        """The call it went with was answered; perhaps before `left` is told."""
+
 
 _MARK = pickle.PickleBuffer(bytearray())
 _REQUIRES_GRAD = wire_tensors.REQUIRES_GRAD
@@ -46,19 +55,21 @@ class Encoded:
         """Tell them, once."""
         passengers, self.passengers = self.passengers, ()
         for passenger in passengers:
-            passenger(where)
+            passenger.left(where)
 
 
 class Decoding:
     """What comes to light while a value is decoded."""
 
-    __slots__ = ("arrival", "codec", "unsettled")
+    __slots__ = ("arrival", "codec", "is_call", "unsettled")
 
-    def __init__(self, codec: Codec, arrival: Callable[[Tensor], Tensor] | None):
+    def __init__(self, codec: Codec, arrival: Callable[[Tensor], Tensor] | None, is_call: bool):
         #: The codec that decodes, for functions that rebuild a taught type.
         self.codec = codec
         #: What every tensor that requires gradients goes through, in the order the sender met them.
         self.arrival = arrival
+        #: Whether the sender will get an answer.
+        self.is_call = is_call
         #: What must be waited for before the value may be used; rooms above append to it.
         self.unsettled: list[Any] = []
 
@@ -267,7 +278,7 @@ class Codec:
             encoded = encoder.encode(value, passengers)
         except BaseException:
             for passenger in passengers:
-                passenger(None)
+                passenger.left(None)
             raise  # and the encoder, in the middle of something, is not used again
         finally:
             _current.passengers = outer
@@ -280,8 +291,10 @@ class Codec:
         payload: bytes | memoryview,
         buffers: Sequence[Tensor] = (),
         arrival: Callable[[Tensor], Tensor] | None = None,
+        *,
+        is_call: bool = False,
     ) -> tuple[Any, Decoding]:
-        decoding = Decoding(self, arrival)
+        decoding = Decoding(self, arrival, is_call)
         outer, _current.decoding = _current.decoding, decoding
         try:
             if torch.is_inference_mode_enabled():
