@@ -102,6 +102,27 @@ def test_hooks_run_once_on_the_full_gradient(trio: list[Worker]) -> None:
     assert [hook.tolist() for hook in seen] == [[8.0, 8.0]]
 
 
+@pytest.mark.parametrize("into_grad", [False, True])
+@pytest.mark.parametrize("gated", [False, True])
+def test_hooks_count_from_when_they_are_registered(
+    trio: list[Worker], into_grad: bool, gated: bool
+) -> None:
+    """On what has arrived, also after a pass that went there."""
+    x = torch.ones(2, requires_grad=True)
+    with autograd.context(into_grad) as context_id:
+        arrived = rpc.rpc_sync("worker1", square, args=(x,))
+        loss = rpc.rpc_sync("worker2", square, args=(arrived,)).sum()
+        if gated:
+            loss = loss + arrived.sum()
+        autograd.backward(context_id, [loss], retain_graph=True)
+        arrived.register_hook(lambda gradient: gradient * 100)
+        autograd.backward(context_id, [loss])
+        found = x.grad if into_grad else autograd.get_gradients(context_id)[x]
+    once = 6.0 if gated else 4.0
+    assert found is not None
+    assert found.tolist() == [101 * once] * 2
+
+
 def ask_on_the_way(x: Tensor) -> Tensor:
     """Its hook makes a call, in the middle of a pass."""
     y = x * 1

@@ -54,6 +54,25 @@ def test_memory_that_nobody_asks_for_is_given_back() -> None:
     assert mappings_at(address) == 0
 
 
+def test_other_sizes_do_not_keep_what_is_not_needed() -> None:
+    buffers = Buffers()
+    address = buffers.get(1 << 22).data_ptr()
+    for _ in range(3):
+        buffers.get(LARGE_BYTES)
+        buffers.trim()
+    assert mappings_at(address) == 0
+
+
+def test_as_much_is_kept_as_was_needed_at_once() -> None:
+    buffers = Buffers()
+    addresses = sorted(tensor.data_ptr() for tensor in [buffers.get(1 << 22) for _ in range(3)])
+    buffers.trim()
+    two = [buffers.get(1 << 22) for _ in range(2)]
+    del two
+    buffers.trim()
+    assert sum(map(mappings_at, addresses)) == 2
+
+
 def mappings_at(address: int) -> int:
     with open("/proc/self/maps") as maps:
         ranges = [line.split()[0].split("-") for line in maps]

@@ -191,6 +191,20 @@ def test_the_answer_to_a_call_tells_that_the_owner_knows_of_a_reference() -> Non
         until(lambda: nothing_held([a, b]), "the value is gone")
 
 
+@pytest.mark.parametrize("lost", ["the call", "the answer"])
+def test_a_reference_that_went_with_a_lost_call_is_not_held_for_ever(lost: str) -> None:
+    cut = Fault("cut", kind=Kind.PYTHON_CALL, answers=lost == "the answer", times=1)
+    with cluster(2, transports=faulty(cut)) as (a, b):
+        rref = a.remote("worker1", torch.ones, (2,))
+        rref.to_here()
+        with pytest.raises(WorkerLost):
+            a.rpc_sync("worker1", keep, (rref,))
+        assert rref.to_here().tolist() == [1.0, 1.0]  # they have found each other again
+        KEPT.clear()
+        del rref
+        until(lambda: nothing_held([a, b]), "the value is gone")
+
+
 def test_a_reference_to_what_could_not_be_made_is_not_sent_on() -> None:
     refusal = Fault("refuse", kind=Kind.PYTHON_REMOTE_CALL)
     with cluster(3, transports=faulty(refusal)) as (a, _, _):

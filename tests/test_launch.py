@@ -13,6 +13,8 @@ from pathlib import Path
 
 import pytest
 
+from gradwire.launch import environment
+
 SECONDS = 60
 JOIN = """
 import os, torch
@@ -251,3 +253,11 @@ def test_a_program_started_by_torchrun_needs_no_change(program: Program) -> None
     assert (launcher.returncode, out) == (0, "sum [2.0, 2.0]\n"), err
     code, out, err = program.run("-n", "2", script)
     assert (code, out, err) == (0, "[worker 0] sum [2.0, 2.0]\n", "")
+
+
+def test_workers_share_the_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    assert environment(0, 1000, 1, "")["OMP_NUM_THREADS"] == "1"
+    assert environment(0, 1, 1, "")["OMP_NUM_THREADS"] == str(len(os.sched_getaffinity(0)))
+    monkeypatch.setenv("OMP_NUM_THREADS", "7")
+    assert environment(0, 2, 1, "")["OMP_NUM_THREADS"] == "7"

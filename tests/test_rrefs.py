@@ -13,7 +13,8 @@ from typing import Any, ClassVar
 import pytest
 import torch
 
-from gradwire import rpc
+from gradwire import current, rpc
+from gradwire.compat.rpc import internal
 from gradwire.errors import CallTimeout, EncodingError, GradwireError
 from gradwire.testing import cluster
 from gradwire.testing.workers import transports_named
@@ -239,6 +240,41 @@ def test_a_call_that_is_given_up_keeps_its_references_until_it_is_answered(
     assert b.refs.debug_info()["num_forks"] == 1
     STARTED.set()
     until(lambda: nothing_held(trio), "the reference is dropped")
+
+
+class Letter:
+    """Has its reference in bytes when it travels."""
+
+    def __init__(self, rref: rpc.RRef[Any]):
+        self.rref = rref
+
+    def __reduce__(self) -> Any:
+        return keep_letter, internal.serialize(self.rref)
+
+
+def keep_letter(*letter: Any) -> None:
+    LETTERS.append(letter)
+
+
+def open_letter() -> str:
+    rref: rpc.RRef[Thing] = internal.deserialize(*LETTERS.pop())
+    return rref.local_value().name
+
+
+LETTERS: list[Any] = []
+
+
+def test_a_reference_in_bytes_is_held_until_they_are_read(trio: list[Worker]) -> None:
+    a = trio[0]
+    rref = a.remote("worker1", Thing, ("letter",))
+    token = current.enter(a)
+    a.rpc_sync("worker1", repr, (Letter(rref),))
+    current.exit(token)
+    del rref
+    gc.collect()
+    a.rpc_sync("worker1", int)  # what was to be told has been told before
+    assert a.rpc_sync("worker1", open_letter) == "letter"
+    until(lambda: nothing_held(trio), "the value is gone")
 
 
 def test_references_are_not_pickled_elsewhere(trio: list[Worker]) -> None:

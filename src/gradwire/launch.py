@@ -80,7 +80,7 @@ def environment(rank: int, size: int, port: int, token: str) -> dict[str, str]:
         >>> environment(1, 2, 29500, "secret")["RANK"]
         '1'
     """
-    share = max(1, (os.cpu_count() or 1) // size)
+    share = max(1, _count_cores() // size)
     return {
         # Threads of several workers that wait for each other on the same cores are slow.
         "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(share)),
@@ -94,6 +94,13 @@ def environment(rank: int, size: int, port: int, token: str) -> dict[str, str]:
         # A torchrun around us would have said that it hosts the store; here rank 0 does.
         "TORCHELASTIC_USE_AGENT_STORE": "False",
     }
+
+
+def _count_cores() -> int:
+    """Those this process may use."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
 
 
 @contextlib.contextmanager

@@ -343,6 +343,10 @@ class Link:
         for passenger in passengers:
             passenger.answered(self.to)
 
+    def _tell_lost(self, passengers: Sequence[Passenger]) -> None:
+        for passenger in passengers:
+            passenger.lost(self.to)
+
     def _on_readable(self) -> None:
         """The leader's turn to read."""
         self._armed = False
@@ -476,6 +480,8 @@ class Link:
     def _fail_all(self, reason: str) -> None:
         for call in list(self._open.values()):
             self._fail(call, lambda call=call: self._loss(call, reason))  # type: ignore[misc]
+        while self._late:
+            self._tell_lost(self._late.popitem()[1])
 
     def _loss(self, call: OpenCall, reason: str) -> CallError:
         if self._leaving:
@@ -497,10 +503,13 @@ class Link:
     ) -> bool:
         """Settle a call with an error, unless it is settled already. `late`: its answer may come
         all the same."""
-        if self._open.pop(call.id, None) is None:
-            return False
         if late:
-            self._late[call.id] = call.passengers
+            self._late[call.id] = call.passengers  # first: its answer may come this very moment
+        if self._open.pop(call.id, None) is None:
+            self._late.pop(call.id, None)
+            return False
+        if not late:
+            self._tell_lost(call.passengers)
         call.error = make_error()
         if call.future is None:
             call.finish()

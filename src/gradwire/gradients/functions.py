@@ -109,15 +109,13 @@ class Send:
 class Recv:
     """A differentiable message that has arrived. `into_grad`: torch runs its anchors."""
 
-    __slots__ = ("_hooks", "_into_grad", "anchors", "id", "sender")
+    __slots__ = ("_into_grad", "anchors", "id", "sender")
 
     def __init__(self, id: int, sender: int, into_grad: bool = False):
         self.id = id
         self.sender = sender
         self.anchors: list[Any] = []
         self._into_grad = into_grad
-        #: What is called when backward comes to an anchor, by its position.
-        self._hooks: dict[int, OrderedDict[int, Any]] = {}
 
     def take(self, tensor: Tensor) -> Tensor:
         """One of its tensors, a leaf; gives the one that user code gets to see."""
@@ -133,14 +131,12 @@ class Recv:
 
     def watch(self, position: int, reached: Callable[[Gradient], None]) -> RemovableHandle:
         """Have something called when backward comes to a tensor, in the middle of a run."""
-        hooks = self._hooks.get(position)
-        if hooks is None:
-            # Hooks of the tensor that comes from the anchor: torch calls them whether or not it
-            # runs the node.
-            hooks = self._hooks[position] = OrderedDict()
-            carrier = torch.empty(0, requires_grad=True, device="cpu")
-            carrier._backward_hooks = hooks
-            self.anchors[position]._register_hook_dict(carrier)
+        # Like a hook of the tensor that comes from the anchor: torch calls those whether or not it
+        # runs the node. The last one that was registered sees what all others have made of it.
+        hooks: OrderedDict[int, Any] = OrderedDict()
+        carrier = torch.empty(0, requires_grad=True, device="cpu")
+        carrier._backward_hooks = hooks
+        self.anchors[position]._register_hook_dict(carrier)
         handle = RemovableHandle(hooks)
         hooks[handle.id] = lambda gradient: reached(NOTHING if gradient is None else gradient)
         return handle

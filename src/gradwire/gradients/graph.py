@@ -91,7 +91,7 @@ class Region:
         self.reach: Reach | None = None
         #: Whether others were asked for that.
         self.asking = False
-        #: While planning: an older one that this has turned out to be a part of.
+        #: While planning: another one that this has turned out to be a part of.
         self.part_of: Region | None = None
 
     def whole(self) -> Region:

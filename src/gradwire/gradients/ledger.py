@@ -450,7 +450,7 @@ class Ledger:
     def _conclude(self) -> None:
         """See whether this worker's part has come to its end, when anything has changed."""
         if (
-            self._unfinished
+            not self.planned
             or self.family.finished
             or self.family.waits()
             or self._groups

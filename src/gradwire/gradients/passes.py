@@ -222,7 +222,8 @@ class Pass:
             if aside:
                 executor.step_back()
         with self._lock:
-            self._ledger.has_accumulated(gradients)
+            if failure is None:
+                self._ledger.has_accumulated(gradients)
             self._running -= 1
             self._notify()
         if failure is not None:

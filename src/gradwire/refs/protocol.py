@@ -8,7 +8,8 @@
 3. A worker that receives a reference
    - from the owner: is known already;
    - from a user, and is the owner: tells the user so (RREF_CHILD_ACCEPT), unless it came with a
-     call: then the answer to that says it;
+     call: then the answer to that says it. If the connection is lost, the user declares the fork
+     void (RREF_USER_DELETE) and so the call, should the owner still have it before it;
    - from a user, and is another user: has the owner add the fork (RREF_FORK_REQUEST), then tells
      the one it came from. The value it came with is not used before.
 4. A user that drops its reference tells the owner (RREF_USER_DELETE), once it is confirmed.
@@ -284,6 +285,8 @@ class Refs:
                 self.table.delete_fork(id, fork)  # it went out and came home
             elif not current_decoding().is_call:  # the answer to a call says as much
                 self._accept_child(parent, fork)
+            elif self.table.is_deleted(fork):
+                raise GradwireError("the caller has given up this call, and what it refers to")
             return rref
         owner = WorkerInfo(owner_name, owner_id)
         if parent == owner_id:
@@ -315,6 +318,17 @@ class Refs:
         with self._lock:
             child = self._children.pop(fork, None)
         del child  # perhaps the last hold on our own reference: outside the lock
+
+    def child_lost(self, rref: RRef[Any], fork: int) -> None:
+        """A fork went to the owner with a call that nobody hears of any more. The owner may still
+        come to it: it must know first that the fork is void."""
+
+        def tell() -> None:
+            told = self._insist(rref._owner, Kind.RREF_USER_DELETE, (rref._id, fork))
+            told.add_done_callback(lambda _: self.let_child_go(fork))
+
+        if not self._closed:
+            self._agent.executor.submit(tell)
 
     # -- dropping references
 
@@ -402,6 +416,10 @@ class _Passenger:
     def answered(self, by: WorkerInfo) -> None:
         if by.id == self._rref._owner.id:
             self._refs.let_child_go(self._fork)
+
+    def lost(self, by: WorkerInfo) -> None:
+        if by.id == self._rref._owner.id and self._rref._owned is None:
+            self._refs.child_lost(self._rref, self._fork)
 
 
 def _creation_failed(error: BaseException) -> BaseException:

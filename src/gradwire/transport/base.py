@@ -75,7 +75,8 @@ class Connection(Protocol):
         interrupted and do not know."""
 
     def receive(self) -> list[Frame]:
-        """The frames that have arrived, perhaps none. Never blocks. For the reading thread."""
+        """The frames that have arrived, perhaps none. It does not wait, or only for what is coming
+        in just now, and for no more than a few milliseconds. For the reading thread."""
 
     def wait(self, timeout: float | None) -> bool:
         """Block until there may be something to receive, or the connection has ended. For the

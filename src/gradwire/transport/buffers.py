@@ -34,20 +34,24 @@ class Buffers:
     """The memory in which the buffers of one connection arrive. One thread at a time gets some."""
 
     def __init__(self) -> None:
-        #: By capacity, what nobody uses.
+        #: By capacity, what nobody uses; and the least of it that there was since the last trim.
         self._spare: dict[int, list[memoryview]] = {}
+        self._unneeded: dict[int, int] = {}
         #: Notice of the end of what is in use.
         self._lent: dict[int, weakref.ref[memoryview]] = {}
-        self._in_use = False
 
     def get(self, length: int) -> Tensor:
         """A tensor of that many bytes; the memory comes back when nothing is in it any more."""
         if length < LARGE_BYTES:
             return fresh_bytes(length)
-        self._in_use = True
-        capacity = 1 << (length - 1).bit_length()  # pages that are never touched cost nothing
+        step = 1 << (length.bit_length() - 4)
+        capacity = -(-length // step) * step  # few sizes serve all
         spare = self._spare.setdefault(capacity, [])
-        memory = spare.pop() if spare else _new_memory(capacity, length)
+        try:
+            memory = spare.pop()
+        except IndexError:
+            memory = _new_memory(capacity)
+        self._unneeded[capacity] = min(self._unneeded.get(capacity, 0), len(spare))
         # torch keeps this very object alive as long as the tensor's memory is in use.
         piece = memory[:length]
         lent = weakref.ref(piece, partial(self._take_back, memory))
@@ -60,19 +64,19 @@ class Buffers:
         self._spare.setdefault(len(memory), []).append(memory)
 
     def trim(self) -> None:
-        """Give memory back if none was asked for since the last time."""
-        if not self._in_use:
-            self._spare.clear()  # (not the lists in it: one may be in somebody's hands)
-        self._in_use = False
+        """Give back the memory that was not needed since the last time."""
+        for capacity, spare in list(self._spare.items()):
+            del spare[: self._unneeded.get(capacity, 0)]
+            self._unneeded[capacity] = len(spare)
 
 
-def _new_memory(capacity: int, length: int) -> memoryview:
+def _new_memory(capacity: int) -> memoryview:
     try:
         if not hasattr(mmap, "MAP_PRIVATE"):  # Windows
             return memoryview(mmap.mmap(-1, capacity))
         memory = mmap.mmap(-1, capacity, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     except (OSError, OverflowError, MemoryError) as error:
-        raise ConnectionClosed(f"there is no memory for {length} bytes: {error}") from error
+        raise ConnectionClosed(f"there is no memory for {capacity} bytes: {error}") from error
     if hasattr(mmap, "MADV_HUGEPAGE"):
         with contextlib.suppress(OSError):  # the system may not offer that
             memory.madvise(mmap.MADV_HUGEPAGE)

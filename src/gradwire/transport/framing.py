@@ -7,8 +7,8 @@
 A segment of 0 means that the buffer's bytes follow in the stream; any other number names a piece
 of shared memory that holds them. An entry of length FORGET says that a segment is gone.
 
-`FrameReader` is pure: it says where the next bytes go and turns them into frames. Large heads and
-buffers are received straight into the memory they will stay in.
+`FrameReader` does no reading itself: it says where the next bytes go and turns them into frames.
+Large heads and buffers are received straight into the memory they will stay in.
 """
 
 from __future__ import annotations

@@ -11,7 +11,6 @@ once, and the kernel frees it with the last process that maps it, however that p
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import fcntl
 import mmap
@@ -91,13 +90,18 @@ def _copy(target: int, source: int, size: int) -> None:
             ctypes.memmove(target + start, source + start, min(_PIECE, size - start))
 
     helper = threading.Thread(target=copy_pieces, name="gradwire-copy", daemon=True)
-    with contextlib.suppress(RuntimeError):  # there may be too many threads
-        helper.start()
+    started = True
     try:
+        try:
+            helper.start()
+        except RuntimeError:  # there are too many threads
+            started = False
         copy_pieces()
     finally:
-        if helper.ident is not None:
-            helper.join()  # also after an interrupt: the memory must not go while it copies
+        for _ in starts:
+            pass  # after an interrupt: no more of them
+        if started:
+            helper.join()  # the memory must not go while it copies
 
 
 class _Segment:

@@ -30,8 +30,10 @@ Bytes = bytes | bytearray | memoryview
 _JOIN_BYTES = 1 << 15
 _MAX_PARTS = 512
 #: Something large comes in many pieces. To go and do other things between them takes longer than
-#: the pieces do, so whoever receives it stays with it for this long at a time.
+#: the pieces do, so whoever receives it stays with it for this long at a time, unless the next
+#: piece does not come soon.
 _FILLING_SECONDS = 0.002
+_GAP_SECONDS = 0.0002
 _CAN_GATHER = hasattr(socket.socket, "sendmsg")  # not on Windows
 
 
@@ -251,7 +253,7 @@ class StreamConnection:
                 if not reader.is_filling:
                     break
                 until = until or perf_counter() + _FILLING_SECONDS
-                if perf_counter() > until or not self.wait(_FILLING_SECONDS):
+                if perf_counter() > until or not self.wait(_GAP_SECONDS):
                     break
         return frames
 

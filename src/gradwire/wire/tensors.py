@@ -1,8 +1,8 @@
 """Tensors as a description and buffers.
 
-A dense tensor becomes a description (dtype, shape, strides, flags) and *one* flat tensor with its
-elements; a sparse tensor becomes the dense tensors it is made of. The flat tensor is
-never copied here: whoever moves the bytes copies them once, to where they have to go.
+A dense tensor becomes its elements and a description (dtype, shape, flags, strides); a sparse one
+becomes the dense tensors it is made of. Few elements are copied at once, as bytes. Many are not
+copied here: whoever moves them copies them once, to where they have to go.
 
 What is sent of a view is the smaller of two things: its elements in order, or the span of memory
 between its first and its last element. So a slice of a huge tensor costs the slice, an expanded

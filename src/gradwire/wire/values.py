@@ -35,6 +35,9 @@ class Passenger(Protocol):
     def answered(self, by: WorkerInfo) -> None:
         """The call it went with was answered; perhaps before `left` is told."""
 
+    def lost(self, by: WorkerInfo) -> None:
+        """The connection ended on which the call would have been answered."""
+
 
 _MARK = pickle.PickleBuffer(bytearray())
 _REQUIRES_GRAD = wire_tensors.REQUIRES_GRAD
@@ -139,15 +142,15 @@ class _Encoder(pickle.Pickler):
         if kind is Tensor or kind is torch.nn.Parameter:
             described = wire_tensors.describe(tensor)
             if described is not None:
-                if described[3] & wire_tensors.REQUIRES_GRAD:
+                elements, code, shape, flags, *strides = described
+                if flags & _REQUIRES_GRAD:
                     self._differentiable.append(tensor)
-                if type(described[0]) is not bytearray:
-                    self._buffers.append(described[0])
-                    described = (_MARK, *described[1:])
+                if type(elements) is not bytearray:
+                    self._buffers.append(elements)
+                    described = (_MARK, code, shape, flags, *strides)
                 if kind is Tensor:
                     return _dense, described
-                strides = described[4] if len(described) > 4 else None
-                return _dense, (*described[:4], strides, tensor.__dict__)
+                return _dense, (*described[:4], *(strides or (None,)), tensor.__dict__)
             # Of other parameters torch sends the data, which comes by here again.
             parts = wire_tensors.take_apart(tensor) if kind is Tensor else None
             if parts is not None:

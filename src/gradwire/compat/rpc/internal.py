@@ -13,7 +13,7 @@ from torch import Tensor
 from gradwire import current
 from gradwire.errors import NotInitializedError, RemoteError
 from gradwire.ids import WorkerInfo
-from gradwire.wire.values import Codec, add_passenger, call_name
+from gradwire.wire.values import Codec, Passenger, add_passenger, call_name
 
 __all__ = ["PythonUDF", "RPCExecMode", "RemoteException", "deserialize", "serialize"]
 
@@ -38,6 +38,22 @@ class PythonUDF(NamedTuple):
 RemoteException = RemoteError
 
 
+class _Enclosed:
+    """A passenger inside of bytes that are in a message: whoever answers that has not read them."""
+
+    def __init__(self, passenger: Passenger):
+        self._passenger = passenger
+
+    def left(self, to: WorkerInfo | None) -> None:
+        self._passenger.left(to)
+
+    def answered(self, by: WorkerInfo) -> None:
+        pass
+
+    def lost(self, by: WorkerInfo) -> None:
+        pass
+
+
 class _InternalRPCPickler:
     """Turns values into bytes and tensors, as they travel between workers."""
 
@@ -45,7 +61,7 @@ class _InternalRPCPickler:
         encoded = _codec().encode(value)
         # References in it go with the message that is being written, and there must be one.
         for passenger in encoded.passengers:
-            add_passenger(passenger)
+            add_passenger(_Enclosed(passenger))
         return encoded.payload, encoded.buffers
 
     def deserialize(self, payload: bytes, tensors: Sequence[Tensor]) -> Any:
