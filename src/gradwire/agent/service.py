@@ -100,6 +100,8 @@ class Service:
         self.requests: dict[int, Request] = {}
         self.received = 0
         self._last_sent = 0.0
+        #: Whether answers are held back.
+        self._holds = False
         self._recent: dict[int, None] = {}
         #: Two threads serve at the same time for a moment when the lead changes hands.
         self._noting = threading.Lock()
@@ -145,6 +147,9 @@ class Service:
         self._connection.arm()
 
     def _flush(self) -> None:
+        if not self._holds:
+            return
+        self._holds = False  # first: whoever holds one back from now on sees to it
         try:
             self._connection.flush(self.agent.executor.hand_over)
         except ConnectionClosed:
@@ -195,6 +200,7 @@ class Service:
         executor = self.agent.executor
         if not executor.leads() or not self._connection.hold(frame):
             return False
+        self._holds = True
         if not executor.leads():
             self._flush()  # the next leader may have passed by already
         return True

@@ -28,7 +28,6 @@ from typing import Any, Final, Literal
 import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge
-from torch.utils.hooks import RemovableHandle
 
 #: What backward has brought a tensor. None: it has not come there. NOTHING: it has, with nothing:
 #: torch then goes on, in one process too, and asks functions for the gradients of no gradient.
@@ -129,17 +128,17 @@ class Recv:
             _let_go_of_memory(tensor)
         return arrived
 
-    def watch(self, position: int, reached: Callable[[Gradient], None]) -> RemovableHandle:
-        """Have something called when backward comes to a tensor, in the middle of a run."""
+    def watch(self, position: int, reached: Callable[[Gradient], None]) -> Callable[[], object]:
+        """Have something called when backward comes to a tensor, in the middle of a run; until what
+        this returns is called."""
         # Like a hook of the tensor that comes from the anchor: torch calls those whether or not it
         # runs the node. The last one that was registered sees what all others have made of it.
         hooks: OrderedDict[int, Any] = OrderedDict()
         carrier = torch.empty(0, requires_grad=True, device="cpu")
         carrier._backward_hooks = hooks
         self.anchors[position]._register_hook_dict(carrier)
-        handle = RemovableHandle(hooks)
-        hooks[handle.id] = lambda gradient: reached(NOTHING if gradient is None else gradient)
-        return handle
+        hooks[0] = lambda gradient: reached(NOTHING if gradient is None else gradient)
+        return hooks.clear
 
 
 _PLAIN_BACKWARD = (

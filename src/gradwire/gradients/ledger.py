@@ -449,9 +449,10 @@ class Ledger:
 
     def _conclude(self) -> None:
         """See whether this worker's part has come to its end, when anything has changed."""
+        if self._unfinished or not self.planned:  # mostly
+            return
         if (
-            not self.planned
-            or self.family.finished
+            self.family.finished
             or self.family.waits()
             or self._groups
             or self._accumulating

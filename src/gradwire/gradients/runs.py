@@ -75,16 +75,17 @@ class Run:
         not delivered, or put into `.grad`, on the way."""
         if not (self._outputs or self._gates) or not (self.leaves or self.anchors):
             return ()
-        handles: list[Any] = []
+        #: Undoes what was done for this run alone.
+        undoing: list[Callable[[], object]] = []
         edges = []
         outer = running.region, running.into_grad
         running.region, running.into_grad = True, into_grad
         try:
             if self._gates:
-                self._wait_at_gates(gate, handles)
+                self._wait_at_gates(gate, undoing)
             if self._gates or into_grad:
                 for recv, position in self.anchors:
-                    handles.append(recv.watch(position, partial(deliver, recv.id, position)))
+                    undoing.append(recv.watch(position, partial(deliver, recv.id, position)))
             for recv, position in self.anchors:
                 edges.append(edge_at(recv.anchors[position]))
             found: Found = run_backward(
@@ -98,13 +99,13 @@ class Run:
             )
         finally:
             running.region, running.into_grad = outer
-            for handle in handles:
-                handle.remove()
+            for undo in undoing:
+                undo()
         if into_grad:
             return ()
         return found[: len(self.leaves)] if self._gates else found
 
-    def _wait_at_gates(self, gate: Gate, handles: list[Any]) -> None:
+    def _wait_at_gates(self, gate: Gate, undoing: list[Callable[[], object]]) -> None:
         """A gate is the twin of what was sent: it gets its gradient when torch comes to it. That is
         after everything else, the newest first. Ordinary nodes count from 0 too, so those that
         would come after a gate are lifted."""
@@ -114,7 +115,7 @@ class Run:
             twin = send.twin(position)
             node: Any = twin.grad_fn
             node._set_sequence_nr(number)
-            handles.append(node.register_prehook(partial(_at_gate, gate, send, position)))
+            undoing.append(node.register_prehook(partial(_at_gate, gate, send, position)).remove)
             self._outputs.append(edge_at(node))
             self._seeds.append(twin.detach())  # whatever it is, the gradient takes its place
 
