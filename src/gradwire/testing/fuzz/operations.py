@@ -232,9 +232,10 @@ def _pick(inputs: list[Tensor], _number: int) -> list[Tensor]:
 
 
 def _lookup(inputs: list[Tensor], _number: int) -> list[Tensor]:
-    """Rows, with a sparse gradient for the table."""
+    """Rows, with a sparse gradient for the table. (Not of one column: where such a gradient meets a
+    dense one, torch loses it.)"""
     table = inputs[0]
-    if table.dim() != 2 or not table.is_floating_point() or not len(table):
+    if table.dim() != 2 or not table.is_floating_point() or not len(table) or len(table[0]) < 2:
         return _pick(inputs, 0)
     return [functional.embedding(indices(inputs[-1], len(table)), table, sparse=True)]
 
