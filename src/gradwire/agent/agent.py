@@ -22,7 +22,8 @@ from gradwire.agent.exceptions import decode_exception
 from gradwire.agent.executor import Executor
 from gradwire.agent.futures import Future, when_all
 from gradwire.agent.interceptors import Interceptor
-from gradwire.agent.link import Link, OpenCall
+from gradwire.agent.link import Link
+from gradwire.agent.opencall import OpenCall
 from gradwire.agent.peers import Peer, Peers
 from gradwire.agent.roster import Member, Roster
 from gradwire.agent.service import Request, Service

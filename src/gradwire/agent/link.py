@@ -17,88 +17,21 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import Any
 
 from gradwire.agent.executor import Executor
-from gradwire.agent.futures import Future
+from gradwire.agent.opencall import FOREVER, OpenCall
 from gradwire.errors import CallError, CallTimeout, ConnectionClosed, ShutDownError, WorkerLost
 from gradwire.ids import WorkerInfo
 from gradwire.transport.base import Connection, Frame
 from gradwire.transport.poller import Poller
 from gradwire.wire.messages import UNCOUNTED, Kind, Tags, pack, peek
-from gradwire.wire.values import Encoded, Passenger, call_name
-
-FOREVER = float("inf")
+from gradwire.wire.values import Encoded, Passenger
 
 #: With this many calls open, more are sent a few at a time, and their answers are let gather
 #: before they are read: a system call for each would take the interpreter from the threads that
 #: make the calls.
 _MANY = 16
 _GATHER_SECONDS = 100e-6
-
-
-class OpenCall:
-    """A call that has left and waits for its answer."""
-
-    __slots__ = (
-        "deadline",
-        "error",
-        "finished",
-        "future",
-        "gate",
-        "id",
-        "kind",
-        "link",
-        "passengers",
-        "reply",
-        "subject",
-        "timeout",
-    )
-
-    def __init__(self, kind: int, subject: Any, timeout: float):
-        self.kind = kind
-        #: What is called: a function, or a few words. Made into text only for errors.
-        self.subject = subject
-        #: In seconds; 0 means that the call may take for ever.
-        self.timeout = timeout
-        self.deadline = time.monotonic() + timeout if timeout else FOREVER
-        self.id = 0
-        #: What it carries that must know when it is answered.
-        self.passengers: Sequence[Passenger] = ()
-        #: None for a synchronous call: its thread takes the reply as it is.
-        self.future: Future[Any] | None = None
-        self.link: Link | None = None
-        self.reply: Frame | None = None
-        self.error: CallError | None = None
-        #: The reply or the error is here, and the future, if there is one, has it.
-        self.finished = False
-        #: What threads wait at while another one reads; opened when the call is settled.
-        self.gate: threading.Lock | None = None
-
-    @property
-    def name(self) -> str:
-        return self.subject if isinstance(self.subject, str) else call_name(self.subject)
-
-    def finish(self) -> None:
-        """Let those who wait for it go on."""
-        self.finished = True
-        self.passengers = ()
-        self.future = None  # it knows this call: do not leave a cycle behind
-        if self.gate is not None:
-            self.open_gate()
-
-    def open_gate(self) -> None:
-        gate = self.gate
-        if gate is not None:
-            try:
-                gate.release()
-            except RuntimeError:
-                pass  # open already
-
-    def wait(self, _future: Future[Any]) -> None:
-        """Wait for the future of this call (see `futures.Waiting`)."""
-        assert self.link is not None
-        self.link.wait(self)
 
 
 class Link:

@@ -35,7 +35,7 @@ from torch import Tensor
 
 from gradwire.agent.exceptions import add_note
 from gradwire.agent.futures import Future
-from gradwire.agent.link import OpenCall
+from gradwire.agent.opencall import OpenCall
 from gradwire.agent.service import Request
 from gradwire.errors import CallTimeout, GradwireError
 from gradwire.gradients.accumulation import Group, accumulate, touched
