@@ -209,9 +209,11 @@ def test_a_late_message_does_not_bring_a_context_back(trio: list[Worker]) -> Non
     tags = {TAG: (context_id, 77, (5,), [])}
     with pytest.raises(GradwireError, match="was released already"):
         agent.call_async(peer, Kind.PYTHON_CALL, square, call, 5.0, tags).wait()
-    message = (context_id, 7, How(), ([78], [], NO_CHILD, [], []), ())
+    message = (context_id, 7, How(), ([78], [], NO_CHILD, [], []), (), None)
     with pytest.raises(GradwireError, match="was released already"):
         agent.request("worker1", Kind.BACKWARD_AUTOGRAD_REQ, message).wait()
+    with pytest.raises(GradwireError, match="was released"):
+        agent.request("worker1", Kind.AUTOGRAD_CHART_REQ, context_id).wait()
     assert (
         agent.request("worker1", Kind.BACKWARD_AUTOGRAD_OUTCOME, (context_id, 7, None)).wait()
         is False

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -74,14 +74,20 @@ def trunk(count: int) -> tuple[Tensor, Tensor]:
 
 
 def messages_of_pass(network: FaultyTransport, y: Tensor, context_id: int) -> int:
-    before = network.messages.copy(), network.answers.copy()
+    total = messages_of(network, lambda: autograd.backward(context_id, [y.sum()]))
+    assert total.keys() == {Kind.BACKWARD_AUTOGRAD_REQ}
+    return total[Kind.BACKWARD_AUTOGRAD_REQ]
+
+
+def messages_of(network: FaultyTransport, run_pass: Callable[[], object]) -> Counter[Kind]:
+    """Messages and answers, by kind."""
+    before = network.messages + network.answers
     RUNS.clear()
-    autograd.backward(context_id, [y.sum()])
-    sent, answered = network.messages - before[0], network.answers - before[1]
+    run_pass()
+    total = network.messages + network.answers - before
     for kind in (Kind.HEARTBEAT, Kind.CLEANUP_AUTOGRAD_CONTEXT_REQ):
-        sent.pop(kind, None)  # goes on at times of its own
-    assert sent.keys() == {Kind.BACKWARD_AUTOGRAD_REQ}
-    return sent[Kind.BACKWARD_AUTOGRAD_REQ] + answered[Kind.BACKWARD_AUTOGRAD_REQ]
+        total.pop(kind, None)  # goes on at times of its own
+    return total
 
 
 def test_a_step_with_another_worker_is_one_round_trip(network: FaultyTransport) -> None:
@@ -102,6 +108,17 @@ def test_messages_grow_with_the_calls(network: FaultyTransport) -> None:
         assert {str(number): 1 for number in range(count)} == RUNS, "each node runs once"
     # A gradient and its answer per call; the workers are told once.
     assert all(messages <= 2 * count + 8 for count, messages in found.items()), found
+
+
+def test_a_pass_for_inputs_asks_every_worker_once(network: FaultyTransport) -> None:
+    for forward, count, most in ((chain, 1, 2), (chain, 100, 204), (trunk, 16, 150)):
+        with autograd.context() as context_id:
+            x, y = forward(count)
+            total = messages_of(network, lambda y=y, x=x: autograd.grad(context_id, y.sum(), x))
+        assert total.pop(Kind.AUTOGRAD_CHART_REQ) <= 4, "and is answered"
+        assert total.keys() == {Kind.BACKWARD_AUTOGRAD_REQ}
+        assert total[Kind.BACKWARD_AUTOGRAD_REQ] <= most, (forward, count)
+        assert set(RUNS.values()) == {1}, "each node runs once"
 
 
 def test_messages_grow_with_the_layers_of_a_trunk(network: FaultyTransport) -> None:

@@ -232,7 +232,7 @@ def test_a_late_message_of_a_failed_pass_is_answered_with_the_root_cause(
         with pytest.raises(Unwilling):
             autograd.backward(context_id, [loss])
         (failed,) = trio[2].contexts.get(context_id).failures()
-        message = (context_id, failed, passes.How(), ([], [], 0, [], []), ())
+        message = (context_id, failed, passes.How(), ([], [], 0, [], []), (), None)
         asked = trio[1].agent.request("worker2", Kind.BACKWARD_AUTOGRAD_REQ, message)
         with pytest.raises(Unwilling, match="no gradient today"):
             asked.wait()

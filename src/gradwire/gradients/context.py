@@ -93,6 +93,11 @@ class Context:
         recv = self.recvs[id] = Recv(id, sender, self.into_grad)
         return recv.take
 
+    def messages(self) -> tuple[list[Send], list[Recv]]:
+        """What has left and what has arrived so far."""
+        with self.lock:
+            return list(self.sends.values()), list(self.recvs.values())
+
     def add_gradients(self, gradients: list[tuple[Tensor, Tensor]]) -> None:
         with self.lock:
             add_up(self._gradients, _unshared(add_up({}, gradients)))

@@ -23,6 +23,7 @@ from gradwire.gradients.family import NO_CHILD
 from gradwire.gradients.graph import Root
 from gradwire.gradients.ledger import How, News
 from gradwire.gradients.passes import Pass
+from gradwire.gradients.survey import Charting, Shares, Survey
 from gradwire.gradients.versions import Versions
 from gradwire.ids import IdSource, WorkerInfo, creator
 from gradwire.wire.messages import Kind, Tags
@@ -56,6 +57,7 @@ class Engine:
         #: The groups of leaves that torch has to accumulate; who knows of any puts them here.
         self.groups: Callable[[], Collection[Group]] = tuple
         agent.handle(Kind.BACKWARD_AUTOGRAD_REQ, self._serve, runs_user_code=True)
+        agent.handle(Kind.AUTOGRAD_CHART_REQ, self._serve_chart, runs_user_code=True)
         agent.handle(Kind.BACKWARD_AUTOGRAD_OUTCOME, self._serve_outcome)
         agent.handle(Kind.CLEANUP_AUTOGRAD_CONTEXT_REQ, self._serve_cleanup)
         agent.handle(Kind.JOIN_AUTOGRAD_CONTEXT_REQ, self._serve_join)
@@ -63,7 +65,11 @@ class Engine:
         agent.awaited.append(self._awaited)
 
     def run(
-        self, context: Context, roots: Sequence[Root], how: How, inputs: Sequence[Tensor] = ()
+        self,
+        context: Context,
+        roots: Sequence[Root],
+        how: How,
+        inputs: Sequence[Tensor] = (),
     ) -> list[tuple[Tensor, Tensor]]:
         """Run a pass from here. It returns when the gradients are where they belong; those of
         `inputs`, if the pass is for them, are the result."""
@@ -72,7 +78,8 @@ class Engine:
             with context.lock:
                 context.check_pass(started.id)
                 context.passes[started.id] = started
-            started.begin(roots, inputs)
+            shares = self._survey(started, roots, inputs) if how.for_inputs else None
+            started.begin(roots, inputs, shares)
             started.drive()
             started.wait()
             return self.succeed(started)
@@ -81,6 +88,29 @@ class Engine:
             if started.changes_grad:
                 started.wait_until_undone(time.monotonic() + _UNDOING_SECONDS)
             raise
+
+    # -- surveys
+
+    def _survey(self, planned: Pass, roots: Sequence[Root], inputs: Sequence[Tensor]) -> Shares:
+        """Find what is on the way from roots to inputs, with the charts of the workers there."""
+        sends, recvs = planned.context.messages()
+        charting = Charting(recvs, inputs)
+        outputs = [charting.place_of(root.tensor.grad_fn) for root in roots]
+        survey = Survey(self.agent.info.id, charting.draw(sends), outputs)
+        while missing := survey.missing():
+            encoded = self.agent.codec.encode(planned.context.id)
+            left = planned.seconds_left()
+            asked = [
+                self.agent.post(worker, Kind.AUTOGRAD_CHART_REQ, "the backward pass", encoded, left)
+                for worker in missing
+            ]
+            for worker, answer in zip(missing, asked, strict=True):
+                survey.take(worker, answer.wait())
+        return survey.shares()
+
+    def _serve_chart(self, request: Request) -> None:
+        sends, recvs = self._contexts.get(request.decode()).messages()
+        request.answer(Charting(recvs).draw(sends))
 
     # -- messages of passes
 
@@ -104,12 +134,10 @@ class Engine:
         request.answer_encoded(encoded, self._tags(answering, request.caller.id, encoded))
 
     def _message(self, about: Pass, worker: int, news: News) -> tuple[Encoded, Tags | None, float]:
-        left = 0.0
-        if about.how.seconds:
-            left = max(0.001, about.deadline - time.monotonic())
+        left = about.seconds_left()
         how = (*about.how[:-1], left)
         failed = about.context.failures() if about.context.into_grad else ()
-        value = (about.context.id, about.id, how, news, failed)
+        value = (about.context.id, about.id, how, news, failed, about.share_for(worker))
         encoded = self.agent.codec.encode(value)
         return encoded, self._tags(about, worker, encoded), left
 
@@ -130,7 +158,8 @@ class Engine:
         tags[TAG] = (context.id, message, context.successes, released)
 
     def _serve(self, request: Request) -> None:
-        context_id, pass_id, how, news, failed = request.decode()
+        context_id, pass_id, how_given, news, failed, share = request.decode()
+        how = How(*how_given)
         sender = request.caller.id
         context = self._contexts.find(context_id)
         if context is None:  # nothing that was sent in this context has arrived here
@@ -146,17 +175,17 @@ class Engine:
                 payload, buffers = reason
                 raise decode_exception(self.agent.codec, payload, buffers, self.agent.info.name)
             found = context.passes.get(pass_id)
-            first = found is None
             over = found is None and pass_id in context.successes
             if found is None and not over:
-                found = Pass(self, context, pass_id, How(*how), sender)
-                context.passes[pass_id] = found
+                parent = creator(pass_id) if how.for_inputs else sender
+                found = context.passes[pass_id] = Pass(self, context, pass_id, how, parent)
+            first = found is not None and found.is_first(share)
         if found is None:  # this was asked or told when nobody there knew yet that it is over
             request.answer(_no_part(news))
             return
         if first:
             try:
-                found.begin(())
+                found.begin(shares=None if share is None else {self.agent.info.id: share})
             except BaseException as error:
                 found.fail(error)
         found.take(sender, news)

@@ -34,6 +34,8 @@ from torch.autograd.graph import GradientEdge
 Gradient = Tensor | None | Literal[False]
 NOTHING: Final = False
 Gradients = Sequence[Gradient]
+#: The id of a message, and which of its tensors.
+SentTensor = tuple[int, int]
 
 _alias = torch.ops.aten._unsafe_view.default._op
 _strided = torch.strided

@@ -9,7 +9,7 @@ The walk visits every node once.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -17,12 +17,12 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
-from gradwire.gradients.functions import Recv, Send, edge_at
+from gradwire.gradients.functions import Recv, Send, SentTensor, edge_at
 
 if TYPE_CHECKING:
     from gradwire.gradients.reach import Reach
 
-_Leaf: Any = torch._C._functions.AccumulateGrad  # type: ignore[attr-defined]
+Leaf: Any = torch._C._functions.AccumulateGrad  # type: ignore[attr-defined]
 
 
 @dataclass(slots=True)
@@ -107,12 +107,14 @@ class Plan:
     """The regions, and what is in none of them."""
 
     regions: list[Region]
-    #: Anchors that no source reaches.
+    #: Anchors that no source reaches, or that nobody asks for.
     unreached: list[Anchor]
     #: By send, which of its tensors are loose.
     loose: dict[int, set[int]]
     #: By recv, how many anchors it has.
     sizes: dict[int, int]
+    #: By send, to which of its tensors gradients will come, where that is known beforehand.
+    prospects: dict[int, set[int]]
 
 
 def make_plan(
@@ -121,23 +123,29 @@ def make_plan(
     wanted: Sequence[Tensor] | None = None,
     *,
     loose: bool = False,
+    on_the_way: Collection[SentTensor] | None = None,
 ) -> Plan:
     """Plan a pass. `wanted` are the tensors whose gradients are asked for; None: all leaves.
-    `loose`: loose ends are left out; a send that has no others is in no region."""
+    `loose`: loose ends are left out; a send that has no others is in no region. `on_the_way` to
+    what is asked for are these, of the tensors that were sent and received; None: all may be."""
     anchors: dict[Any, Anchor] = {}
+    unasked: list[Anchor] = []
     sizes: dict[int, int] = {}
     for recv in recvs:
         # One that is arriving just now has more of them a moment later; nothing depends on those.
         arrived = tuple(recv.anchors)
         sizes[recv.id] = len(arrived)
         for number, anchor in enumerate(arrived):
-            anchors[anchor] = (recv, number)
+            if on_the_way is None or (recv.id, number) in on_the_way:
+                anchors[anchor] = (recv, number)
+            else:
+                unasked.append((recv, number))
     asked = None if wanted is None else {id(tensor): tensor for tensor in wanted}
     left_out: dict[int, set[int]] = {}
     regions: list[Region] = []
     region_of: dict[Any, Region] = {}
     for source in sources:
-        starts = _starts_of(source, left_out if loose else None)
+        starts = _starts_of(source, left_out if loose else None, on_the_way)
         if starts:
             region = Region(source, starts)
             regions.append(region)
@@ -146,16 +154,24 @@ def make_plan(
     for tensor in asked.values() if asked else ():
         if tensor.grad_fn in region_of:
             region_of[tensor.grad_fn].leaves.append(tensor)
-    return Plan(_put_together(regions), list(anchors.values()), left_out, sizes)
+    prospects: dict[int, set[int]] = {}
+    for message, position in on_the_way or ():
+        prospects.setdefault(message, set()).add(position)
+    unreached = [*anchors.values(), *unasked]
+    return Plan(_put_together(regions), unreached, left_out, sizes, prospects)
 
 
-def _starts_of(source: Source, left_out: dict[int, set[int]] | None) -> list[Start]:
+def _starts_of(
+    source: Source, left_out: dict[int, set[int]] | None, on_the_way: Collection[SentTensor] | None
+) -> list[Start]:
     if type(source) is Root:
         tensor = source.tensor
         return [(source, 0, edge_at(tensor.grad_fn, tensor.output_nr))]
     assert type(source) is Send
     starts: list[Start] = []
     for position, end in enumerate(source.ends):
+        if on_the_way is not None and (source.id, position) not in on_the_way:
+            continue
         # A loose end is a leaf that was sent, and that nobody watches: what it is sent back is its
         # gradient, with no need to go through the graph. (Hooks must see the sum of them all.)
         if left_out is not None and end.is_leaf and end._backward_hooks is None:
@@ -182,7 +198,7 @@ def _walk(
     stack = [start]
     while stack:
         node = stack.pop()
-        if type(node) is _Leaf:
+        if type(node) is Leaf:
             if asked is None or id(node.variable) in asked:
                 region.leaves.append(node.variable)
             continue

@@ -35,7 +35,8 @@ class How(NamedTuple):
 
     retain_graph: bool = False
     create_graph: bool = False
-    #: Gradients are wanted for given tensors where the pass was started, and for no leaves.
+    #: Gradients are wanted for given tensors where the pass was started, and for no leaves: it has
+    #: to do with what is on the way to those (see `survey`).
     for_inputs: bool = False
     #: How long it may take from now on; 0: for ever.
     seconds: float = 0.0
@@ -89,9 +90,9 @@ class Ledger:
         #: Answers that others must hear, and those for this worker itself.
         self._outbox: dict[int, list[Answer]] = {}
         self._to_myself: list[Callable[[], None]] = []
-        #: Which tensors of sends gradients will come to, as far as others have said so; the sends
-        #: that was asked for; and what others must hear in this matter.
-        self.prospects: dict[int, frozenset[int]] = {}
+        #: Which tensors of sends gradients will come to, as far as that is known; the sends others
+        #: were asked about; and what they must hear in this matter.
+        self.prospects: dict[int, set[int]] = {}
         self._asked: set[int] = set()
         self._questions: dict[int, list[int]] = {}
         self._prospects_for: dict[int, list[Prospect]] = {}
@@ -115,13 +116,13 @@ class Ledger:
         wanted: Sequence[Tensor],
         groups: Sequence[Group] = (),
     ) -> None:
-        """Take over a plan. `known` are the workers of the context, `wanted` the tensors whose
-        gradients are asked for, if not all leaves are; `groups` have leaves among those of the
-        plan."""
+        """Take over a plan. `known` are the workers to tell, `wanted` the tensors whose gradients
+        are asked for, if not all leaves are; `groups` have leaves among those of the plan."""
         self._wanted = {id(tensor) for tensor in wanted}
         self._groups = list(groups)
         self._sends = {send.id: send for send in sends}
         self._loose = plan.loose
+        self.prospects = plan.prospects
         self._replies = {recv.id: _Reply(recv.sender, plan.sizes[recv.id]) for recv in recvs}
         self._recv_ids = frozenset(self._replies)
         self._regions = plan.regions
@@ -322,7 +323,7 @@ class Ledger:
         """Another worker says which tensors of a send gradients will come to."""
         if id in self.answers or id in self.prospects:
             return
-        self.prospects[id] = frozenset(positions)
+        self.prospects[id] = set(positions)
         region = self._region_of.get(id)
         if region is None or region.reach is None:
             return

@@ -14,6 +14,9 @@ The rules, for one pass on one worker:
    of waits can close.
 4. Sources that no gradient comes to are left out. An anchor that is reached only from such sources
    has no gradient, whether or not its region has run.
+5. A pass for given tensors (`grad`) has to do with what is on the way to those, nothing else. The
+   worker that starts it finds that out beforehand (see `survey`). It is the parent of all others,
+   and gives each its share of that, with which it can begin.
 
 Messages are requests and are answered at once: after what can be done without waiting was done,
 before any gate is waited at. What the worker has for the sender by then rides on the answer, so a
@@ -27,7 +30,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -40,10 +43,11 @@ from gradwire.agent.service import Request
 from gradwire.errors import CallTimeout, GradwireError
 from gradwire.gradients.accumulation import Group, accumulate, touched
 from gradwire.gradients.context import Context, add_up
-from gradwire.gradients.functions import Gradient, Gradients, Send
+from gradwire.gradients.functions import Gradient, Gradients, Send, SentTensor
 from gradwire.gradients.graph import Plan, Region, Root, make_plan
 from gradwire.gradients.ledger import How, Ledger, News
 from gradwire.gradients.runs import Found, GradBackup, Run
+from gradwire.gradients.survey import Shares
 from gradwire.wire.values import call_name
 
 if TYPE_CHECKING:
@@ -76,6 +80,9 @@ class Pass:
         self._backup = GradBackup()
         #: The leaves that this pass may have gradients for, by id, if some of them are in groups.
         self._reached: set[int] = set()
+        self._begun = parent is None
+        #: What others must know to begin.
+        self._shares: Shares = {}
 
     @property
     def changes_grad(self) -> bool:
@@ -87,23 +94,50 @@ class Pass:
         """This worker's part is done, and so are those it has told of the pass."""
         return self._ledger.family.finished
 
+    def seconds_left(self) -> float:
+        """For what is sent to others; 0: for ever."""
+        return max(0.001, self.deadline - time.monotonic()) if self.how.seconds else 0.0
+
     @property
     def involved(self) -> set[int]:
         """Everybody who knows of the pass, as far as this worker knows."""
         return self._ledger.family.involved
 
-    def begin(self, roots: Sequence[Root], inputs: Sequence[Tensor] = ()) -> None:
-        """Find out what there is to do here."""
+    def is_first(self, share: Collection[SentTensor] | None) -> bool:
+        """Whether who has heard of the pass now is to begin it; the context's lock is held. Others
+        than the worker that started it do not know one's share in a pass for inputs."""
+        if self._begun or (self.how.for_inputs and share is None):
+            return False
+        self._begun = True
+        return True
+
+    def begin(
+        self,
+        roots: Sequence[Root] = (),
+        inputs: Sequence[Tensor] = (),
+        shares: Shares | None = None,
+    ) -> None:
+        """Find out what there is to do here. `shares` are needed if the pass is for inputs: the own
+        one, and where it is started those of all others."""
         context = self.context
         if context.into_grad:
             self._wait_for_others_to_undo()
         with context.lock:
-            sends = list(context.sends.values())
-            recvs = list(context.recvs.values())
+            sends, recvs = context.messages()
             known = set(context.known)
+        share: Collection[SentTensor] | None = None
+        if shares is not None:
+            self._shares = dict(shares)
+            share = self._shares.pop(self._engine.agent.info.id)
+            messages = {message for message, _ in share}
+            sends = [send for send in sends if send.id in messages]
+            recvs = [recv for recv in recvs if recv.id in messages]
+            known = set(self._shares)
         wanted = inputs if self.how.for_inputs else None
         # Torch has to put the gradients of leaves into `.grad`, also if they were just sent back.
-        plan = make_plan([*roots, *sends], recvs, wanted, loose=not self._into_grad)
+        plan = make_plan(
+            [*roots, *sends], recvs, wanted, loose=not self._into_grad, on_the_way=share
+        )
         groups = self._groups_of(plan, sends)
         with self._lock:
             self._ledger.open(plan, sends, recvs, known, inputs, groups)
@@ -128,11 +162,15 @@ class Pass:
                 )
         return groups
 
+    def share_for(self, worker: int) -> Collection[SentTensor] | None:
+        """What a worker must know to begin, if it has not been told."""
+        return self._shares.pop(worker, None) if self._shares else None
+
     def take(self, sender: int, news: News, *, was_told: bool = False) -> None:
         """Take in what another worker has to tell. `was_told`: it answers our first message."""
+        if not self._ledger.planned:  # another thread begins it, or will hear how
+            self._wait_until(lambda: self._ledger.planned)
         with self._lock:
-            if not self._ledger.planned:  # another thread has heard of the pass first
-                self._wait(lambda: self._ledger.planned)
             self._ledger.take(sender, news, was_told=was_told)
             if self._changed is not None:
                 self._notify()

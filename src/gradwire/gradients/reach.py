@@ -11,11 +11,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from gradwire.gradients.functions import Send
+from gradwire.gradients.functions import Send, SentTensor
 from gradwire.gradients.graph import Anchor, Region
-
-#: The id of a send, and which of its tensors.
-SentTensor = tuple[int, int]
 
 
 class Reach:

@@ -67,8 +67,7 @@ class Run:
                     self._outputs.append(edge)
                     self._seeds.append(gradient)
         self.anchors = ledger.open_anchors(region)
-        #: Where the pass was not started, tensors that it is for are not asked for.
-        self.leaves = [] if how.for_inputs and ledger.family.parent is not None else region.leaves
+        self.leaves = region.leaves
 
     def run(self, gate: Gate, deliver: Deliver, *, into_grad: bool) -> Found:
         """Returns the gradients of the leaves and then those of the anchors, as far as they were

@@ -69,23 +69,19 @@ def differences(program: Program, expected: Outcome, found: Outcome) -> Iterator
         want, got = expected.results[number], found.results[number]
         for position, (mine, theirs) in enumerate(zip(want, got, strict=True)):
             yield from close(f"result {position}", mine, theirs)
-        # Where `grad` need not go, it may run hooks or not.
-        with_hooks = all(e.order != "penalty" for e in program.episodes[: number + 1])
         reports = zip(expected.reports[number], found.reports[number], strict=True)
         for worker, (wanted, given) in enumerate(reports):
             where = f"context {number}, worker {worker}: "
-            for complaint in _compare(wanted, given, close, with_hooks):
+            for complaint in _compare(wanted, given, close):
                 yield f"{where}{complaint} ({episode.order} order)"
 
 
-def _compare(want: Report, got: Report, close: Close, with_hooks: bool) -> Iterator[str]:
+def _compare(want: Report, got: Report, close: Close) -> Iterator[str]:
     if want.gradients.keys() != got.gradients.keys():
         yield f"has leaves {sorted(got.gradients)} instead of {sorted(want.gradients)}"
         return
     for name, gradient in want.gradients.items():
         yield from close(f"gradient of {name}", gradient, got.gradients[name])
-    if not with_hooks:
-        return
     for name in sorted(want.hooks.keys() | got.hooks.keys()):
         count, total = want.hooks.get(name, (0, None))
         their_count, their_total = got.hooks.get(name, (0, None))

@@ -24,6 +24,7 @@ from gradwire.testing.fuzz.running import (
     Report,
     finish_second_order,
     loss_of,
+    penalty_inputs,
     penalty_of,
     roots_of,
     run_body,
@@ -86,11 +87,15 @@ class RemoteWorld:
     def _go_on(self, body: Body, results: list[Tensor]) -> list[Tensor]:
         return run_body(body, arrived(results), self)
 
-    def inner_gradients(self, body: Body, arguments: list[Tensor]) -> list[Tensor | None]:
+    def inner_gradients(
+        self, body: Body, arguments: list[Tensor], *, by_grad: bool
+    ) -> list[Tensor | None]:
         with autograd.context() as context_id:
             loss = loss_of(run_body(body, arguments, self))
             if not loss.requires_grad:
                 return [None for _ in arguments]
+            if by_grad:
+                return list(autograd.grad(context_id, loss, arguments, allow_unused=True))
             autograd.backward(context_id, [loss])
             found = autograd.get_gradients(context_id)
             return [found.get(argument) for argument in arguments]
@@ -229,10 +234,10 @@ def _run_second_order(
     if not loss.requires_grad:
         return False
     if episode.order == "penalty":
-        leaves = list(world.bench.leaves().values())
+        inputs = penalty_inputs(results, world, variant)
         found: tuple[Tensor | None, ...] = ()
-        if leaves:
-            found = autograd.grad(context_id, [loss], leaves, create_graph=True, allow_unused=True)
+        if inputs:
+            found = autograd.grad(context_id, [loss], inputs, create_graph=True, allow_unused=True)
         penalty = penalty_of(found, variant)
     else:
         autograd.backward(context_id, [loss], retain_graph=True, create_graph=True)

@@ -207,7 +207,7 @@ class _Maker:
         outer, self._may_abandon = self._may_abandon, False
         body = self._body(worker, len(inputs), depth - 1, least=1)
         self._may_abandon = outer
-        self._add(writing, Step("inner", inputs, len(inputs), bodies=(body,)))
+        self._add(writing, Step("inner", inputs, len(inputs), self._dice.randrange(2), (body,)))
 
     def _add(self, writing: _Writing, step: Step) -> int:
         self._key += 1

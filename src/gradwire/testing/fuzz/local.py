@@ -20,6 +20,7 @@ from gradwire.testing.fuzz.running import (
     Report,
     finish_second_order,
     loss_of,
+    penalty_inputs,
     penalty_of,
     roots_of,
     run_body,
@@ -76,12 +77,15 @@ class LocalWorld:
             return run_body(step.bodies[1], arrived(copies(results)), self)
         return copies(results)
 
-    def inner_gradients(self, body: Body, arguments: list[Tensor]) -> list[Tensor | None]:
+    def inner_gradients(
+        self, body: Body, arguments: list[Tensor], *, by_grad: bool
+    ) -> list[Tensor | None]:
         loss = loss_of(run_body(body, arguments, self))
         if not loss.requires_grad:
             return [None for _ in arguments]
-        # A pass goes to all leaves, and runs the hooks on its way.
-        inputs = [*arguments, *_all_leaves(self._benches)]
+        inputs = [*arguments]
+        if not by_grad:  # a pass goes to all leaves, and runs the hooks on its way
+            inputs += _all_leaves(self._benches)
         return list(torch.autograd.grad(loss, inputs, allow_unused=True)[: len(arguments)])
 
 
@@ -126,13 +130,10 @@ def _run_second_order(
     if not loss.requires_grad:
         return False
     every = _all_leaves(benches)
-    leaves = list(world.bench.leaves().values()) if episode.order == "penalty" else every
+    inputs = penalty_inputs(results, world, variant) if episode.order == "penalty" else every
     first: Sequence[Tensor | None] = ()
-    if episode.order == "penalty" and every:
-        # What makes no sense on ways to other leaves may be met on workers, or not.
-        torch.autograd.grad(loss, every, retain_graph=True, allow_unused=True)
-    if leaves:
-        first = torch.autograd.grad(loss, leaves, create_graph=True, allow_unused=True)
+    if inputs:
+        first = torch.autograd.grad(loss, inputs, create_graph=True, allow_unused=True)
     if episode.order == "penalty":
         penalty = penalty_of(first, variant)
     else:

@@ -34,8 +34,8 @@ class Step:
     """An action on variables, given by their positions.
 
     The actions "call", "start" and "wait" call a body, "branch" runs one of two where it is,
-    "inner" differentiates one in a context of its own; "parameter", "leaf" and "hook" concern the
-    worker. All others are operations (see `operations`).
+    "inner" differentiates one in a context of its own (1: by `grad`); "parameter", "leaf" and
+    "hook" concern the worker. All others are operations (see `operations`).
     """
 
     action: str

@@ -155,8 +155,11 @@ class World(Protocol):
         """Call the body of a step; the result says how to get at its results."""
         ...
 
-    def inner_gradients(self, body: Body, arguments: list[Tensor]) -> list[Tensor | None]:
-        """The gradients of a body's loss in its arguments, found in a context of its own."""
+    def inner_gradients(
+        self, body: Body, arguments: list[Tensor], *, by_grad: bool
+    ) -> list[Tensor | None]:
+        """The gradients of a body's loss in its arguments, found in a context of its own; by a
+        pass for them alone, or for all leaves."""
         ...
 
 
@@ -207,7 +210,7 @@ def _run_step(step: Step, inputs: list[Tensor], world: World) -> list[Tensor]:
 
 def _inner(step: Step, inputs: list[Tensor], world: World) -> list[Tensor]:
     leaves = [operations.smooth(x).detach().clone().requires_grad_() for x in inputs]
-    gradients = world.inner_gradients(step.bodies[0], leaves)
+    gradients = world.inner_gradients(step.bodies[0], leaves, by_grad=step.number == 1)
     return [
         torch.zeros_like(leaf) if gradient is None else _dense(gradient)
         for leaf, gradient in zip(leaves, gradients, strict=True)
@@ -222,6 +225,14 @@ def loss_of(results: Sequence[Tensor], variant: int = 0) -> Tensor:
     for position, result in enumerate(results, 1):
         total = total + operations.convert(result, torch.float64).sum() * (position + variant)
     return total
+
+
+def penalty_inputs(results: Sequence[Tensor], world: World, variant: int) -> list[Tensor]:
+    """What a penalty is a function of the gradients of."""
+    inputs = list(world.bench.leaves().values())
+    if variant % 2:
+        inputs += [result for result in results if result.requires_grad]
+    return inputs
 
 
 def roots_of(results: Sequence[Tensor], found: Pass) -> tuple[list[Tensor], list[Tensor | None]]:

@@ -1,0 +1,230 @@
+"""`grad` runs what is on the way to the tensors it is asked for, on every worker, and nothing else:
+as `torch.autograd.grad` does in one process."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from gradwire import autograd, current, rpc
+from gradwire.gradients.functions import Recv, SentTensor
+from gradwire.gradients.survey import WANTED, Charting, Place, Survey
+from gradwire.ids import COUNTER_BITS, creator, serial
+from gradwire.testing import Fault, FaultyTransport, cluster
+from gradwire.transport.memory import MemoryNetwork
+from gradwire.wire.messages import Kind
+
+# -- charts
+
+
+class Node:
+    def __init__(self, *children: Node | None):
+        self.next_functions = tuple((child, 0) for child in children)
+
+    def leads_to(self) -> set[Node]:
+        below = [child.leads_to() for child, _ in self.next_functions if child is not None]
+        return {self}.union(*below)
+
+
+def places_behind(place: Place | None, junctions: list[list[Place]]) -> set[Place]:
+    if type(place) is not int or place == WANTED:
+        return set() if place is None else {place}
+    return set().union(*(places_behind(further, junctions) for further in junctions[place]))
+
+
+@pytest.mark.parametrize("seed", range(100))
+def test_a_chart_leads_where_the_graph_does(seed: int) -> None:
+    chance = random.Random(seed)
+    nodes = [Node() for _ in range(4)]
+    for _ in range(chance.randrange(20)):
+        nodes.append(Node(None, *chance.choices(nodes, k=chance.randint(1, 3))))
+    recv = Recv(7, 1)
+    recv.anchors += nodes[:2]
+    charting = Charting([recv])
+    charting._wanted_nodes = {chance.choice(nodes)}  # type: ignore[assignment]
+    for node in chance.sample(nodes, 3):
+        place = charting.place_of(node)
+        _, junctions = charting.draw([])
+        reached = node.leads_to()
+        expected: set[Place] = {(7, n) for n in range(2) if nodes[n] in reached}
+        if charting._wanted_nodes & reached:  # type: ignore[operator]
+            expected.add(WANTED)
+        assert places_behind(place, junctions) == expected
+        assert len(junctions) <= len(nodes)
+
+
+# -- surveys
+
+
+class World:
+    """A random graph over workers: messages, and what each tensor was made of."""
+
+    def __init__(self, chance: random.Random):
+        self.workers = chance.randint(1, 4)
+        self.made_of: dict[SentTensor, list[Place]] = {}
+        self.receiver: dict[SentTensor, int] = {}
+        arrived: list[list[SentTensor]] = [[] for _ in range(self.workers)]
+        for count in range(1, chance.randrange(1, 16)):
+            sender, receiver = (chance.randrange(self.workers) for _ in range(2))
+            for position in range(chance.randint(1, 2)):
+                sent = (sender << COUNTER_BITS | count, position)
+                of: list[Place] = chance.sample(
+                    arrived[sender], min(len(arrived[sender]), chance.randrange(3))
+                )
+                if sender == 0 and chance.random() < 0.4:
+                    of.append(WANTED)
+                self.made_of[sent] = of
+                self.receiver[sent] = receiver
+            arrived[receiver] += [sent for sent in self.made_of if serial(sent[0]) == count]
+        self.outputs = chance.sample(arrived[0], min(len(arrived[0]), 2))
+
+    def chart(self, worker: int) -> tuple[dict[SentTensor, Place], list[list[Place]]]:
+        ways: dict[SentTensor, Place] = {}
+        junctions: list[list[Place]] = []
+        for sent, of in self.made_of.items():
+            if creator(sent[0]) == worker and of:
+                ways[sent] = len(junctions)
+                junctions.append(of)
+        return ways, junctions
+
+    def on_the_way(self) -> set[SentTensor]:
+        def wanted(place: Place) -> bool:
+            if place == WANTED:
+                return True
+            return any(wanted(further) for further in self.made_of[place])  # type: ignore[index]
+
+        reached: set[Any] = set()
+        stack: list[Any] = list(self.outputs)
+        while stack:
+            place = stack.pop()
+            if place != WANTED:
+                reached.add(place)
+                stack += self.made_of[place]
+        return {sent for sent in reached if wanted(sent)}
+
+
+@pytest.mark.parametrize("seed", range(200))
+def test_a_survey_finds_what_is_on_the_way(seed: int) -> None:
+    world = World(random.Random(seed))
+    survey = Survey(0, world.chart(0), world.outputs)
+    asked: set[int] = {0}
+    while missing := survey.missing():
+        assert not missing & asked, "each worker is asked once"
+        asked |= missing
+        for worker in missing:
+            survey.take(worker, world.chart(worker))
+    shares = survey.shares()
+    assert set().union(*shares.values()) == world.on_the_way()
+    for worker, share in shares.items():
+        for sent in share:
+            assert worker in (creator(sent[0]), world.receiver[sent])
+    for sent in world.on_the_way():
+        assert sent in shares[creator(sent[0])]
+        assert sent in shares[world.receiver[sent]]
+
+
+# -- what comes of it on workers
+
+
+class Notes(torch.autograd.Function):
+    """Takes note of who ran it backward."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, name: str) -> Tensor:
+        ctx.name = name
+        return x * 2
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        RUNS.append(ctx.name)
+        return gradient * 2, None
+
+
+RUNS: list[str] = []
+WEIGHT = torch.ones(2, requires_grad=True)
+
+
+def both(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    return Notes.apply(x, "x there"), Notes.apply(y, "y there"), Notes.apply(WEIGHT, "weight")
+
+
+def test_only_the_way_to_the_inputs_is_run(trio: object) -> None:
+    x, y = torch.ones(2, requires_grad=True), torch.ones(2, requires_grad=True)
+    RUNS.clear()
+    with autograd.context() as context_id:
+        arguments = (Notes.apply(x, "x here"), Notes.apply(y, "y here"))
+        results = rpc.rpc_sync("worker1", both, args=arguments)
+        hooked: list[Tensor] = []
+        for result in results:
+            result.register_hook(hooked.append)
+        total = (results[0] + results[1] + results[2]).sum()
+        (gradient,) = autograd.grad(context_id, total, x)
+        assert gradient.tolist() == [4, 4]
+    assert sorted(RUNS) == ["x here", "x there"]
+    assert len(hooked) == 1
+
+
+def broken(x: Tensor) -> Tensor:
+    """Cannot be differentiated: what backward needs is changed."""
+    squared = WEIGHT * 1
+    product = squared * squared
+    squared.add_(1)
+    return x * 3 + product
+
+
+def test_an_error_off_the_way_is_none(trio: object) -> None:
+    x = torch.ones(2, requires_grad=True)
+    with autograd.context() as context_id:
+        loss = rpc.rpc_sync("worker1", broken, args=(x,)).sum()
+        (gradient,) = autograd.grad(context_id, loss, x, retain_graph=True)
+        assert gradient.tolist() == [3, 3]
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            autograd.backward(context_id, [loss])
+
+
+def test_inputs_may_be_tensors_that_came_from_others(trio: object) -> None:
+    x = torch.ones(2, requires_grad=True)
+    with autograd.context() as context_id:
+        y = rpc.rpc_sync("worker1", torch.mul, args=(x, 3))
+        z = rpc.rpc_sync("worker2", torch.mul, args=(y, 5))
+        of_z, of_y, of_x = autograd.grad(context_id, z.sum(), [z, y, x])
+    assert (of_z.tolist(), of_y.tolist(), of_x.tolist()) == ([1, 1], [5, 5], [15, 15])
+
+
+def test_what_does_not_lead_to_the_inputs_is_not_even_told(trio: object) -> None:
+    x, other = torch.ones(2, requires_grad=True), torch.ones(2, requires_grad=True)
+    with autograd.context() as context_id:
+        loss = (x * rpc.rpc_sync("worker1", torch.mul, args=(other, 3))).sum()
+        (gradient,) = autograd.grad(context_id, loss, x, retain_graph=True)
+        assert gradient.tolist() == [3, 3]
+        with pytest.raises(RuntimeError, match="allow_unused=True"):
+            autograd.grad(context_id, loss, torch.ones(2, requires_grad=True))
+
+
+def relay(x: Tensor) -> Tensor:
+    return rpc.rpc_sync("worker2", torch.mul, args=(x, 3)) * 2
+
+
+def test_a_worker_that_hears_of_the_pass_from_another_waits_for_its_share() -> None:
+    network = FaultyTransport(MemoryNetwork(), [])
+    with cluster(3, transports=[network]) as workers:
+        token = current.enter(workers[0])
+        x = torch.ones(2, requires_grad=True)
+        with autograd.context() as context_id:
+            loss = rpc.rpc_sync("worker1", relay, args=(x,)).sum()
+            late = Fault(
+                "delay",
+                kind=Kind.BACKWARD_AUTOGRAD_REQ,
+                sender="worker0",
+                receiver="worker2",
+                seconds=0.2,
+            )
+            network.add(late)
+            (gradient,) = autograd.grad(context_id, loss, x)
+            assert gradient.tolist() == [6, 6]
+        assert network.done
+        current.exit(token)
