@@ -6,6 +6,9 @@ import gc
 import os
 import signal
 import threading
+from concurrent.futures import ThreadPoolExecutor
+from contextvars import copy_context
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -210,6 +213,36 @@ def test_contexts_nest_and_follow_callbacks(trio: list[Worker]) -> None:
             assert torch.equal(autograd.get_gradients(inner)[x], torch.full((2,), 4.0))
         autograd.backward(outer, [a.sum()])
         assert torch.equal(autograd.get_gradients(outer)[x], torch.full((2,), 2.0))
+
+
+def residual(x: Tensor, weight: Tensor) -> Tensor:
+    return (x * weight).relu()
+
+
+@pytest.mark.parametrize("into_grad", [False, True])
+def test_passes_of_one_context_at_once_do_not_mix(trio: list[Worker], into_grad: bool) -> None:
+    """In one process torch allows that too."""
+    for _ in range(10):
+        x = torch.ones(4, dtype=torch.float64, requires_grad=True)
+        weight = torch.full((4,), 0.5, dtype=torch.float64)
+        with autograd.context(into_grad) as context_id:
+            h = x * 1
+            for _ in range(8):
+                h = h + rpc.rpc_sync("worker1", residual, args=(h, weight))
+            loss = h.sum()
+            with ThreadPoolExecutor() as threads:
+                passes = [
+                    threads.submit(
+                        copy_context().run,
+                        partial(autograd.backward, context_id, [loss], True, grad_tensors=[scale]),
+                    )
+                    for scale in torch.tensor([1.0, 10.0, 100.0], dtype=torch.float64)
+                ]
+                for running in passes:
+                    running.result()
+            found = x.grad if into_grad else autograd.get_gradients(context_id)[x]
+        assert found is not None
+        assert torch.allclose(found, torch.full_like(x, 111 * 1.5**8))
 
 
 def test_many_contexts_at_once_do_not_mix(trio: list[Worker]) -> None:

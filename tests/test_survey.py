@@ -4,6 +4,10 @@ as `torch.autograd.grad` does in one process."""
 from __future__ import annotations
 
 import random
+import threading
+import time
+from collections.abc import Callable
+from contextvars import copy_context
 from typing import Any
 
 import pytest
@@ -11,12 +15,14 @@ import torch
 from torch import Tensor
 
 from gradwire import autograd, current, rpc
+from gradwire.errors import WorkerLost
 from gradwire.gradients.functions import Recv, SentTensor
-from gradwire.gradients.survey import WANTED, Charting, Place, Survey
+from gradwire.gradients.survey import WANTED, Chart, Charting, Place, Survey
 from gradwire.ids import COUNTER_BITS, creator, serial
 from gradwire.testing import Fault, FaultyTransport, cluster
 from gradwire.transport.memory import MemoryNetwork
 from gradwire.wire.messages import Kind
+from tests.processes import until
 
 # -- charts
 
@@ -30,7 +36,7 @@ class Node:
         return {self}.union(*below)
 
 
-def places_behind(place: Place | None, junctions: list[list[Place]]) -> set[Place]:
+def places_behind(place: Place | None, junctions: list[set[Place]]) -> set[Place]:
     if type(place) is not int or place == WANTED:
         return set() if place is None else {place}
     return set().union(*(places_behind(further, junctions) for further in junctions[place]))
@@ -55,6 +61,18 @@ def test_a_chart_leads_where_the_graph_does(seed: int) -> None:
             expected.add(WANTED)
         assert places_behind(place, junctions) == expected
         assert len(junctions) <= len(nodes)
+
+
+def test_a_chart_does_not_grow_with_the_nodes_where_ways_meet_again() -> None:
+    first, second = Node(), Node()
+    recv = Recv(7, 1)
+    recv.anchors += [first, second]
+    node = first
+    for _ in range(1000):
+        node = Node(node, second)
+    charting = Charting([recv])
+    charting.place_of(node)
+    assert len(charting.draw([])[1]) == 1
 
 
 # -- surveys
@@ -82,13 +100,13 @@ class World:
             arrived[receiver] += [sent for sent in self.made_of if serial(sent[0]) == count]
         self.outputs = chance.sample(arrived[0], min(len(arrived[0]), 2))
 
-    def chart(self, worker: int) -> tuple[dict[SentTensor, Place], list[list[Place]]]:
+    def chart(self, worker: int) -> Chart:
         ways: dict[SentTensor, Place] = {}
-        junctions: list[list[Place]] = []
+        junctions: list[set[Place]] = []
         for sent, of in self.made_of.items():
             if creator(sent[0]) == worker and of:
                 ways[sent] = len(junctions)
-                junctions.append(of)
+                junctions.append(set(of))
         return ways, junctions
 
     def on_the_way(self) -> set[SentTensor]:
@@ -205,6 +223,20 @@ def test_what_does_not_lead_to_the_inputs_is_not_even_told(trio: object) -> None
             autograd.grad(context_id, loss, torch.ones(2, requires_grad=True))
 
 
+def test_hooks_of_an_only_output_run_though_it_leads_nowhere(trio: object) -> None:
+    """As in torch; and not if there are others."""
+    x, unused = torch.ones(2, requires_grad=True), torch.ones(2, requires_grad=True)
+    for outputs, runs in ((1, 1), (2, 0)):
+        for call in (lambda _to, function, args: function(*args), rpc.rpc_sync):
+            hooked: list[Tensor] = []
+            with autograd.context() as context_id:
+                y = call("worker1", torch.mul, (x, 3)).sum()
+                y.register_hook(hooked.append)
+                found = autograd.grad(context_id, [y] * outputs, unused, allow_unused=True)
+            assert found == (None,)
+            assert len(hooked) == runs
+
+
 def relay(x: Tensor) -> Tensor:
     return rpc.rpc_sync("worker2", torch.mul, args=(x, 3)) * 2
 
@@ -228,3 +260,60 @@ def test_a_worker_that_hears_of_the_pass_from_another_waits_for_its_share() -> N
             assert gradient.tolist() == [6, 6]
         assert network.done
         current.exit(token)
+
+
+def test_the_loss_of_a_worker_that_has_done_its_part_is_noticed() -> None:
+    """Though nothing was ever exchanged with it but the pass."""
+    network = FaultyTransport(MemoryNetwork(), [])
+    with cluster(3, transports=[network], graceful=False) as workers:
+        token = current.enter(workers[0])
+        x = torch.ones(2, requires_grad=True)
+        with autograd.context() as context_id:
+            loss = rpc.rpc_sync("worker1", relay, args=(x,)).sum()
+            # It cannot say that it is done.
+            network.add(Fault("drop", kind=Kind.BACKWARD_AUTOGRAD_REQ, sender="worker2", times=1))
+            errors: list[BaseException] = []
+            waiting = in_thread(lambda: autograd.grad(context_id, loss, x, timeout=0), errors)
+            until(lambda: bool(network.done), "it has done its part")
+            network.add(Fault("drop", sender="worker2"))
+            workers[2].agent.close(time.monotonic() + 0.1)
+            waiting.join(30)
+        (error,) = errors
+        assert isinstance(error, WorkerLost)
+        assert error.worker == "worker2"
+        current.exit(token)
+
+
+@pytest.mark.parametrize("cause", ["release", "loss"])
+def test_a_survey_ends_when_the_pass_does(cause: str) -> None:
+    network = FaultyTransport(MemoryNetwork(), [])
+    with cluster(3, transports=[network], graceful=False) as workers:
+        token = current.enter(workers[0])
+        x = torch.ones(2, requires_grad=True)
+        with autograd.context() as context_id:
+            loss = rpc.rpc_sync("worker1", torch.mul, args=(x, 3)).sum()
+            rpc.rpc_sync("worker2", torch.mul, args=(x, 3))
+            network.add(Fault("drop", kind=Kind.AUTOGRAD_CHART_REQ))
+            errors: list[BaseException] = []
+            waiting = in_thread(lambda: autograd.grad(context_id, loss, x, timeout=0), errors)
+            until(lambda: bool(network.done), "it waits for a chart")
+            if cause == "release":
+                workers[0].engine.release(context_id)
+            else:
+                workers[2].agent.close(time.monotonic() + 0.1)
+            waiting.join(30)
+        (error,) = errors
+        assert ("was released" if cause == "release" else "'worker2' was lost") in str(error)
+        current.exit(token)
+
+
+def in_thread(action: Callable[[], object], errors: list[BaseException]) -> threading.Thread:
+    def run() -> None:
+        try:
+            action()
+        except BaseException as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=copy_context().run, args=(run,))
+    thread.start()
+    return thread

@@ -68,6 +68,11 @@ class OpenCall:
         if self.gate is not None:
             self.open_gate()
 
+    def give_up(self) -> None:
+        """Let the thread that waits for it, if it is not settled yet, go on without its answer."""
+        if self.link is not None:
+            self.link.give_up(self)
+
     def open_gate(self) -> None:
         gate = self.gate
         if gate is not None:

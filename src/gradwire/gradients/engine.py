@@ -15,6 +15,7 @@ from torch import Tensor
 from gradwire.agent.agent import Agent
 from gradwire.agent.exceptions import decode_exception, encode_exception
 from gradwire.agent.futures import Future
+from gradwire.agent.opencall import OpenCall
 from gradwire.agent.service import Request
 from gradwire.errors import GradwireError, WorkerLost
 from gradwire.gradients.accumulation import Group
@@ -23,7 +24,7 @@ from gradwire.gradients.family import NO_CHILD
 from gradwire.gradients.graph import Root
 from gradwire.gradients.ledger import How, News
 from gradwire.gradients.passes import Pass
-from gradwire.gradients.survey import Charting, Shares, Survey
+from gradwire.gradients.survey import Chart, Charting, Shares, Survey
 from gradwire.gradients.versions import Versions
 from gradwire.ids import IdSource, WorkerInfo, creator
 from gradwire.wire.messages import Kind, Tags
@@ -65,11 +66,7 @@ class Engine:
         agent.awaited.append(self._awaited)
 
     def run(
-        self,
-        context: Context,
-        roots: Sequence[Root],
-        how: How,
-        inputs: Sequence[Tensor] = (),
+        self, context: Context, roots: Sequence[Root], how: How, inputs: Sequence[Tensor] = ()
     ) -> list[tuple[Tensor, Tensor]]:
         """Run a pass from here. It returns when the gradients are where they belong; those of
         `inputs`, if the pass is for them, are the result."""
@@ -97,16 +94,25 @@ class Engine:
         charting = Charting(recvs, inputs)
         outputs = [charting.place_of(root.tensor.grad_fn) for root in roots]
         survey = Survey(self.agent.info.id, charting.draw(sends), outputs)
-        while missing := survey.missing():
-            encoded = self.agent.codec.encode(planned.context.id)
-            left = planned.seconds_left()
-            asked = [
-                self.agent.post(worker, Kind.AUTOGRAD_CHART_REQ, "the backward pass", encoded, left)
-                for worker in missing
-            ]
-            for worker, answer in zip(missing, asked, strict=True):
-                survey.take(worker, answer.wait())
+        while missing := sorted(survey.missing()):
+            for worker, chart in zip(missing, self._ask_for_charts(planned, missing), strict=True):
+                survey.take(worker, chart)
         return survey.shares()
+
+    def _ask_for_charts(self, planned: Pass, workers: Sequence[int]) -> list[Chart]:
+        encoded = self.agent.codec.encode(planned.context.id)
+        kind, left = Kind.AUTOGRAD_CHART_REQ, planned.seconds_left()
+        asked: list[OpenCall] = []
+        try:
+            for worker in workers:
+                asked.append(self.agent.ask(worker, kind, "the backward pass", encoded, left))
+            return [planned.hear(call) for call in asked]
+        except BaseException:
+            for call in asked:
+                call.give_up()
+            if planned.error is not None:  # why the answers are not waited for any more
+                raise planned.error from None
+            raise
 
     def _serve_chart(self, request: Request) -> None:
         sends, recvs = self._contexts.get(request.decode()).messages()
@@ -120,7 +126,8 @@ class Engine:
         call = self.agent.ask(
             worker, Kind.BACKWARD_AUTOGRAD_REQ, "the backward pass", encoded, left, tags
         )
-        return asking.hear(call)
+        answer: News = asking.hear(call)
+        return answer
 
     def tell(self, telling: Pass, worker: int, news: News) -> Future[News]:
         """Tell a worker something; what it has to tell comes in a future."""
@@ -370,7 +377,7 @@ class Engine:
                     found
                     for found in context.passes.values()
                     if info.id == creator(found.id)
-                    or (info.id in context.known and not found.finished)
+                    or (info.id in context.known | found.involved and not found.finished)
                 ]
             for found in passes:
                 found.fail(

@@ -1,7 +1,8 @@
 """Who takes part in a pass, as one worker sees it, and who of them is done.
 
-Everybody is told. Whoever told a worker first is its parent; a worker that is done, with all its
-children, says so to its parent, and the one without a parent knows then that all are.
+Everybody is told. Whoever told a worker first is its parent (in a pass for given tensors the worker
+that started it); a worker that is done, with all its children, says so to its parent, and the one
+without a parent knows then that all are.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ class Family:
     """See the module's text."""
 
     def __init__(self, parent: int | None):
-        #: The worker this one heard of the pass from; None where it was started.
+        #: Who has to hear that this worker is done; None where the pass was started.
         self.parent = parent
         #: Everybody who knows of the pass, as far as this worker knows.
         self.involved: set[int] = set() if parent is None else {parent}

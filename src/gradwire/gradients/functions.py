@@ -20,7 +20,6 @@ what comes to the anchor; a pass does, and then torch does not run it. Where gra
 from __future__ import annotations
 
 import threading
-from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, Final, Literal
@@ -99,23 +98,26 @@ class Send:
 
     def edge(self, position: int) -> GradientEdge:
         """Where the gradient of one of the tensors goes to."""
-        return edge_behind(self.twin(position).grad_fn)
+        end = self.ends[position]
+        # (Of leaves torch does not say where, unless something leads to it.)
+        return edge_behind((self.twin(position) if end.is_leaf else end).grad_fn)
 
     def twin(self, position: int) -> Tensor:
-        """What leads there. (Of leaves torch does not say where, unless something leads to it.)"""
+        """Something that leads there, and nobody else knows."""
         end = self.ends[position]
-        return _twin(end, _is_large(end)) if end.is_leaf else end
+        return _twin(end, _is_large(end))
 
 
 class Recv:
     """A differentiable message that has arrived. `into_grad`: torch runs its anchors."""
 
-    __slots__ = ("_into_grad", "anchors", "id", "sender")
+    __slots__ = ("_hooks", "_into_grad", "anchors", "id", "sender")
 
     def __init__(self, id: int, sender: int, into_grad: bool = False):
         self.id = id
         self.sender = sender
         self.anchors: list[Any] = []
+        self._hooks: list[_Hooks] = []
         self._into_grad = into_grad
 
     def take(self, tensor: Tensor) -> Tensor:
@@ -125,22 +127,38 @@ class Recv:
         anchor: Any = arrived.grad_fn
         if self._into_grad:
             anchor.register_prehook(_run_anchor)
+        # Now, while nobody else knows the node: torch may run it in several threads at a time.
+        hooks = _Hooks()
+        arrived._backward_hooks = hooks
+        anchor._register_hook_dict(arrived)
+        self._hooks.append(hooks)
         self.anchors.append(anchor)
         if large:
             _let_go_of_memory(tensor)
         return arrived
 
-    def watch(self, position: int, reached: Callable[[Gradient], None]) -> Callable[[], object]:
-        """Have something called when backward comes to a tensor, in the middle of a run; until what
+    def watch(
+        self, position: int, run: object, reached: Callable[[Gradient], None]
+    ) -> Callable[[], object]:
+        """Have something called when backward comes to a tensor in the middle of a run; until what
         this returns is called."""
-        # Like a hook of the tensor that comes from the anchor: torch calls those whether or not it
-        # runs the node. The last one that was registered sees what all others have made of it.
-        hooks: OrderedDict[int, Any] = OrderedDict()
-        carrier = torch.empty(0, requires_grad=True, device="cpu")
-        carrier._backward_hooks = hooks
-        self.anchors[position]._register_hook_dict(carrier)
-        hooks[0] = lambda gradient: reached(NOTHING if gradient is None else gradient)
-        return hooks.clear
+        # A hook of the tensor that comes from the anchor: torch calls those whether or not it runs
+        # the node. The last one that was registered sees what all others have made of it.
+        hooks = self._hooks[position]
+        hooks[run] = partial(_watch, run, reached)
+        return partial(hooks.pop, run, None)
+
+
+class _Hooks(dict[Any, Callable[[Any], Any]]):
+    """The hooks of a tensor, by whatever tells them apart. (Torch must be able to refer to them
+    weakly, which no plain dictionary allows.)"""
+
+    __slots__ = ("__weakref__",)
+
+
+def _watch(run: object, reached: Callable[[Gradient], None], gradient: Tensor | None) -> None:
+    if running.run is run:  # other passes may come by at the same time
+        reached(NOTHING if gradient is None else gradient)
 
 
 _PLAIN_BACKWARD = (
@@ -154,15 +172,15 @@ _stop: Callable[[Tensor], Tensor] = torch._C._functions.DelayedError(_PLAIN_BACK
 
 def _run_anchor(_gradients: Any) -> tuple[None]:
     """Torch runs an anchor, behind which there is nothing."""
-    if not running.region:
+    if running.run is None:
         raise RuntimeError(_PLAIN_BACKWARD)
     return (None,)
 
 
 class Running(threading.local):
-    """Whether a thread runs a region, and whether torch puts gradients into `.grad` meanwhile."""
+    """The run of a region that a thread is in, and whether torch puts gradients into `.grad`."""
 
-    region = False
+    run: object = None
     into_grad = False
 
 

@@ -9,7 +9,7 @@ The walk visits every node once.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -113,7 +113,7 @@ class Plan:
     loose: dict[int, set[int]]
     #: By recv, how many anchors it has.
     sizes: dict[int, int]
-    #: By send, to which of its tensors gradients will come, where that is known beforehand.
+    #: By message, to which of its tensors gradients will come, where that is known beforehand.
     prospects: dict[int, set[int]]
 
 
@@ -154,6 +154,8 @@ def make_plan(
     for tensor in asked.values() if asked else ():
         if tensor.grad_fn in region_of:
             region_of[tensor.grad_fn].leaves.append(tensor)
+    if wanted and len(regions) == 1 and not (regions[0].leaves or regions[0].anchors):
+        regions[0].leaves += wanted  # torch calls the hooks of an only root, whatever comes of it
     prospects: dict[int, set[int]] = {}
     for message, position in on_the_way or ():
         prospects.setdefault(message, set()).add(position)
@@ -237,16 +239,20 @@ def _put_together(parts: list[Region]) -> list[Region]:
     return regions
 
 
-def lift_nodes(region: Region, count: int) -> None:
-    """Have torch run all nodes of a region before those numbered below `count`. (Torch counts the
+#: Above the numbers of all nodes that were not lifted.
+_LIFT = 1 << 48
+
+
+def lift_nodes(starts: Iterable[Any]) -> None:
+    """Have torch run all nodes that these lead to before any that was not lifted. (Torch counts the
     nodes that a thread makes from 0, and runs what is ready with the highest number first.)"""
-    seen = {edge.node for _, _, edge in region.starts}
+    seen = set(starts)
     stack = list(seen)
     while stack:
         node: Any = stack.pop()
         number = node._sequence_nr()
-        if number < count:
-            node._set_sequence_nr(number + count)
+        if number < _LIFT:
+            node._set_sequence_nr(number + _LIFT)
         for child, _ in node.next_functions:
             if child is not None and child not in seen:
                 seen.add(child)

@@ -477,5 +477,7 @@ class Ledger:
 
     def awaited(self) -> set[int]:
         """The workers that must do something before this one can be done."""
+        if not self.planned and self.family.parent is not None:
+            return {self.family.parent}  # who says with what to begin
         owing = {send.to for id, send in self._sends.items() if id not in self.answers}
         return owing | self.family.awaited()

@@ -444,21 +444,19 @@ class Pass:
         self._give_up_asking()
         self._engine.fail(self, error)
 
-    def hear(self, call: OpenCall) -> News:
+    def hear(self, call: OpenCall) -> Any:
         """Wait for the answer to a message, unless the pass fails first."""
         self._asked.add(call)
         try:
             if self.error is not None:
                 self._give_up_asking()
-            answer: News = self._engine.agent.hear(call)
-            return answer
+            return self._engine.agent.hear(call)
         finally:
             self._asked.discard(call)
 
     def _give_up_asking(self) -> None:
         for call in list(self._asked):
-            if call.link is not None:
-                call.link.give_up(call)
+            call.give_up()
 
     def commit(self) -> list[tuple[Tensor, Tensor]]:
         """The gradients found here, once the whole pass has succeeded; from now on it cannot fail

@@ -21,6 +21,7 @@ from gradwire.gradients.functions import (
     Gradients,
     Send,
     edge_at,
+    edge_behind,
     running,
 )
 from gradwire.gradients.graph import Region, Root, lift_nodes
@@ -74,17 +75,16 @@ class Run:
         not delivered, or put into `.grad`, on the way."""
         if not (self._outputs or self._gates) or not (self.leaves or self.anchors):
             return ()
-        #: Undoes what was done for this run alone.
-        undoing: list[Callable[[], object]] = []
+        unwatch: list[Callable[[], object]] = []
         edges = []
-        outer = running.region, running.into_grad
-        running.region, running.into_grad = True, into_grad
+        outer = running.run, running.into_grad
+        running.run, running.into_grad = self, into_grad
         try:
             if self._gates:
-                self._wait_at_gates(gate, undoing)
+                self._wait_at_gates(gate)
             if self._gates or into_grad:
                 for recv, position in self.anchors:
-                    undoing.append(recv.watch(position, partial(deliver, recv.id, position)))
+                    unwatch.append(recv.watch(position, self, partial(deliver, recv.id, position)))
             for recv, position in self.anchors:
                 edges.append(edge_at(recv.anchors[position]))
             found: Found = run_backward(
@@ -97,24 +97,26 @@ class Run:
                 accumulate_grad=into_grad,
             )
         finally:
-            running.region, running.into_grad = outer
-            for undo in undoing:
-                undo()
+            running.run, running.into_grad = outer
+            for end_watch in unwatch:
+                end_watch()
         if into_grad:
             return ()
         return found[: len(self.leaves)] if self._gates else found
 
-    def _wait_at_gates(self, gate: Gate, undoing: list[Callable[[], object]]) -> None:
-        """A gate is the twin of what was sent: it gets its gradient when torch comes to it. That is
-        after everything else, the newest first. Ordinary nodes count from 0 too, so those that
-        would come after a gate are lifted."""
-        lift_nodes(self.region, len(self._gates))
+    def _wait_at_gates(self, gate: Gate) -> None:
+        """A gate is a twin of what was sent, made for this run: it gets its gradient when torch
+        comes to it. That is after everything else, the newest first."""
         oldest_first = sorted(self._gates, key=lambda gate: gate[0].id)
-        for number, (send, position) in enumerate(oldest_first):
-            twin = send.twin(position)
+        twins = [send.twin(position) for send, position in oldest_first]
+        lift_nodes(
+            [edge.node for _, _, edge in self.region.starts]
+            + [edge_behind(twin.grad_fn).node for twin in twins]
+        )
+        for number, ((send, position), twin) in enumerate(zip(oldest_first, twins, strict=True)):
             node: Any = twin.grad_fn
             node._set_sequence_nr(number)
-            undoing.append(node.register_prehook(partial(_at_gate, gate, send, position)).remove)
+            node.register_prehook(partial(_at_gate, gate, send, position))
             self._outputs.append(edge_at(node))
             self._seeds.append(twin.detach())  # whatever it is, the gradient takes its place
 

@@ -9,7 +9,7 @@ pass then concerns these, and the workers that have sent or received them.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable
 from typing import Any
 
 from torch import Tensor
@@ -23,7 +23,7 @@ from gradwire.ids import creator
 Place = SentTensor | int
 WANTED = -1
 #: Where the tensors that a worker has sent come from, and its junctions: what each leads to.
-Chart = tuple[dict[SentTensor, Place], list[list[Place]]]
+Chart = tuple[dict[SentTensor, Place], list[set[Place]]]
 #: By worker: the tensors on the way that it has sent or received.
 Shares = dict[int, set[SentTensor]]
 
@@ -40,7 +40,7 @@ class Charting:
         self._wanted_leaves = {id(tensor) for tensor in wanted if tensor.is_leaf}
         self._wanted_nodes = {tensor.grad_fn for tensor in wanted if not tensor.is_leaf}
         self._found: dict[Any, Place | None] = {}
-        self._junctions: list[list[Place]] = []
+        self._junctions: list[set[Place]] = []
 
     def draw(self, sends: Iterable[Send]) -> Chart:
         ways: dict[SentTensor, Place] = {}
@@ -85,7 +85,10 @@ class Charting:
             places.add(WANTED)
         if len(places) < 2:
             return places.pop() if places else None
-        self._junctions.append([place for place in places if place is not None])
+        for place in places - {WANTED}:  # ways that part may meet again
+            if type(place) is int and self._junctions[place] >= places - {place}:
+                return place
+        self._junctions.append({place for place in places if place is not None})
         return len(self._junctions) - 1
 
 
@@ -95,7 +98,7 @@ class Survey:
     def __init__(self, me: int, chart: Chart, outputs: Iterable[Place | None]):
         #: Where everything leads to; of the workers whose charts are known.
         self._ways: dict[SentTensor, Place] = {}
-        self._junctions: list[Sequence[Place]] = []
+        self._junctions: list[Collection[Place]] = []
         self._receivers: dict[SentTensor, int] = {}
         self._charted: set[int] = set()
         #: By place: what leads there directly, and comes from the outputs.
@@ -104,7 +107,7 @@ class Survey:
         self._unknown: dict[int, list[Place]] = {}
         self._me = me
         ways, junctions = chart
-        self._add(me, (ways, [*junctions, [place for place in outputs if place is not None]]))
+        self._add(me, (ways, [*junctions, {place for place in outputs if place is not None}]))
         self._follow([len(self._junctions) - 1])
 
     def missing(self) -> set[int]:
@@ -138,7 +141,7 @@ class Survey:
             if place == WANTED:
                 continue
             if type(place) is int:
-                following: Sequence[Place] = self._junctions[place]
+                following: Collection[Place] = self._junctions[place]
             else:
                 assert type(place) is tuple
                 sender = creator(place[0])

@@ -142,7 +142,7 @@ def _smaller(program: Program) -> Iterator[Program]:
         for number in range(len(episode.passes) - 1, -1, -1):
             if len(episode.passes) > 1:
                 left = episode.passes[:number] + episode.passes[number + 1 :]
-                fewer = replace(episode, passes=left, between=None)
+                fewer = replace(episode, passes=left, between=None, at_once=False)
                 yield replace(program, episodes=(*before, fewer, *after))
         for body in _smaller_bodies(episode.body):
             yield replace(program, episodes=(*before, replace(episode, body=body), *after))

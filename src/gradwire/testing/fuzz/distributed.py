@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import itertools
 import threading
+from concurrent.futures import ThreadPoolExecutor
+from contextvars import copy_context
 from typing import Any
 
 import torch
@@ -192,21 +194,37 @@ def _run_episode(program: Program, episode: Episode, run: Run, outcome: Outcome)
             outcome.differentiated |= _run_second_order(
                 program, episode, results, world, context_id, run
             )
+        elif episode.at_once:
+            outcome.differentiated |= _run_at_once(episode, context_id, results)
+            outcome.results.append([result.detach() for result in results])
         else:
             for number, found in enumerate(episode.passes):
                 if number and episode.between is not None:
                     results = results + run_body(episode.between, results, world)
                 retain = number + 1 < len(episode.passes)
-                if found.worker:
-                    call = (context_id, results, found, retain)
-                    differentiated = rpc.rpc_sync(found.worker, start_pass, args=call)
-                else:
-                    differentiated = start_pass(context_id, results, found, retain)
-                outcome.differentiated |= differentiated
+                outcome.differentiated |= _run_pass(context_id, results, found, retain)
             outcome.results.append([result.detach() for result in results])
         _finish_abandoned(program, run)
         found_there = _ask_all(program.workers, report, run, context_id, program.into_grad)
         outcome.reports.append(found_there)
+
+
+def _run_pass(context_id: int, results: list[Tensor], found: Pass, retain_graph: bool) -> bool:
+    call = (context_id, results, found, retain_graph)
+    if found.worker:
+        return bool(rpc.rpc_sync(found.worker, start_pass, args=call))
+    return start_pass(*call)
+
+
+def _run_at_once(episode: Episode, context_id: int, results: list[Tensor]) -> bool:
+    """Each pass in a thread of its own."""
+    with ThreadPoolExecutor(len(episode.passes)) as threads:
+        running = [
+            threads.submit(copy_context().run, _run_pass, context_id, results, found, True)
+            for found in episode.passes
+        ]
+        outcomes = [future.result() for future in running]
+    return any(outcomes)
 
 
 def _finish_abandoned(program: Program, run: Run) -> None:

@@ -93,7 +93,8 @@ class _Maker:
                 between = self._body(0, len(body.returns), depth=1, least=1)
             elif order != "first":
                 between = self._body(0, 1, depth=1, least=1)
-        return Episode(body, tuple(passes), between, order)
+        at_once = len(passes) > 1 and between is None and self._chance(0.5)
+        return Episode(body, tuple(passes), between, order, at_once)
 
     def _pass(self) -> Pass:
         worker = self._dice.randrange(self._workers) if self._chance(0.1) else 0

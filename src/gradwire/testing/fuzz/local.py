@@ -117,7 +117,7 @@ def _run_episode(episode: Episode, benches: list[Bench], outcome: Outcome) -> No
         roots, seeds = roots_of(sent, found)
         if roots:
             outcome.differentiated = True
-            retain = number + 1 < len(episode.passes)
+            retain = episode.at_once or number + 1 < len(episode.passes)
             torch.autograd.backward(roots, seeds, retain_graph=retain)
     outcome.results.append([result.detach() for result in results])
 

@@ -82,14 +82,15 @@ Order = Literal["first", "penalty", "create"]
 
 @dataclass(frozen=True)
 class Episode:
-    """What happens in one context: a body on worker 0 and passes over its results. Between two
-    passes `between` goes on with the results, in the second order with the function of the
-    gradients."""
+    """What happens in one context: a body on worker 0 and passes over its results, one after the
+    other or at the same time. Between two passes `between` goes on with the results, in the second
+    order with the function of the gradients."""
 
     body: Body
     passes: tuple[Pass, ...]
     between: Body | None = None
     order: Order = "first"
+    at_once: bool = False
 
 
 @dataclass(frozen=True)
@@ -103,7 +104,6 @@ class Program:
     precision: Precision = "float64"
     #: Whether gradients go to `.grad` instead of into the contexts.
     into_grad: bool = False
-    #: Whether calls that nobody waits for may still be under way during a pass.
 
     def steps(self) -> Iterator[Step]:
         """All steps, however deep."""
@@ -125,6 +125,7 @@ class Program:
                 lines.append(
                     f"  backward from the {found.roots}, variant {found.variant}, "
                     f"called by worker {found.worker}"
+                    + (", at the same time" if episode.at_once and number else "")
                 )
         return "\n".join(lines)
 
