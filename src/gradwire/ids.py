@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import itertools
 import re
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from gradwire.errors import SetupError
@@ -26,11 +27,7 @@ class IdSource:
     def __init__(self, worker_id: int):
         if not 0 <= worker_id < MAX_WORKERS:
             raise ValueError(f"a worker id is between 0 and {MAX_WORKERS - 1}, not {worker_id}")
-        self._base = worker_id << COUNTER_BITS
-        self._counter = itertools.count()
-
-    def next(self) -> int:
-        return self._base | next(self._counter)
+        self.next: Callable[[], int] = itertools.count(worker_id << COUNTER_BITS).__next__
 
 
 def creator(id: int) -> int:

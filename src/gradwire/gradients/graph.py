@@ -9,7 +9,7 @@ The walk visits every node once.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -237,23 +237,3 @@ def _put_together(parts: list[Region]) -> list[Region]:
             region.leaves += part.leaves
             region.anchors += part.anchors
     return regions
-
-
-#: Above the numbers of all nodes that were not lifted.
-_LIFT = 1 << 48
-
-
-def lift_nodes(starts: Iterable[Any]) -> None:
-    """Have torch run all nodes that these lead to before any that was not lifted. (Torch counts the
-    nodes that a thread makes from 0, and runs what is ready with the highest number first.)"""
-    seen = set(starts)
-    stack = list(seen)
-    while stack:
-        node: Any = stack.pop()
-        number = node._sequence_nr()
-        if number < _LIFT:
-            node._set_sequence_nr(number + _LIFT)
-        for child, _ in node.next_functions:
-            if child is not None and child not in seen:
-                seen.add(child)
-                stack.append(child)

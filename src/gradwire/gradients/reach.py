@@ -9,6 +9,7 @@ times: to count the ways to it, to bring it to life, and to rule it out.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 from gradwire.gradients.functions import Send, SentTensor
@@ -59,6 +60,10 @@ class Reach:
     def includes(self, anchor: Any) -> bool:
         """Whether an anchor is known to be alive."""
         return anchor in self._alive
+
+    def alive(self) -> Iterable[Any]:
+        """The nodes that gradients come to, as far as they are known one by one."""
+        return self._alive
 
     def resolve(self, send: int, position: int, *, alive: bool) -> list[Anchor]:
         """It is known what becomes of a start: returns the anchors that share its fate."""

@@ -7,7 +7,7 @@ gradients into `.grad`, as soon as they get there.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any
 
@@ -24,7 +24,7 @@ from gradwire.gradients.functions import (
     edge_behind,
     running,
 )
-from gradwire.gradients.graph import Region, Root, lift_nodes
+from gradwire.gradients.graph import Region, Root
 from gradwire.gradients.ledger import OPEN, How, Ledger
 
 # Below `torch.autograd.grad`, whose checks cost as much as a small region.
@@ -107,18 +107,31 @@ class Run:
     def _wait_at_gates(self, gate: Gate) -> None:
         """A gate is a twin of what was sent, made for this run: it gets its gradient when torch
         comes to it. That is after everything else, the newest first."""
+        above = max(_ABOVE_GATES, len(self._gates))
+        if self.region.reach is not None:  # else nothing is out
+            _lift(self.region.reach.alive(), above)
         oldest_first = sorted(self._gates, key=lambda gate: gate[0].id)
-        twins = [send.twin(position) for send, position in oldest_first]
-        lift_nodes(
-            [edge.node for _, _, edge in self.region.starts]
-            + [edge_behind(twin.grad_fn).node for twin in twins]
-        )
-        for number, ((send, position), twin) in enumerate(zip(oldest_first, twins, strict=True)):
+        for number, (send, position) in enumerate(oldest_first):
+            twin = send.twin(position)
             node: Any = twin.grad_fn
+            _lift([edge_behind(node).node], above)
             node._set_sequence_nr(number)
             node.register_prehook(partial(_at_gate, gate, send, position))
             self._outputs.append(edge_at(node))
             self._seeds.append(twin.detach())  # whatever it is, the gradient takes its place
+
+
+#: Of this many gates or fewer all numbers are below those of other nodes.
+_ABOVE_GATES = 1 << 16
+
+
+def _lift(nodes: Iterable[Any], above: int) -> None:
+    """Have torch run nodes before gates. (It counts the nodes that a thread makes from 0, and runs
+    what is ready with the highest number first.)"""
+    for node in nodes:
+        number = node._sequence_nr()
+        if number < above:
+            node._set_sequence_nr(number + above)
 
 
 def _at_gate(gate: Gate, send: Send, position: int, _seed: Any) -> tuple[Tensor | None]:
