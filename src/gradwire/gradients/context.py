@@ -63,8 +63,9 @@ class Context:
         self.passes: dict[int, Pass] = {}
         #: Passes that are over: why they have failed, or None.
         self._ended: dict[int, Reason | None] = {}
-        #: The passes known to have succeeded.
-        self.successes: tuple[int, ...] = ()
+        #: The passes known to have succeeded, and how many of them others were told of.
+        self._successes: list[int] = []
+        self._told: dict[int, int] = {}
         #: Passes that may still change `.grad` here, or undo what they have changed.
         self.writers: set[Pass] = set()
         #: The name of a worker that took part, and is gone with what it had recorded.
@@ -135,7 +136,19 @@ class Context:
             if id not in self._ended:
                 self._ended[id] = reason
                 if reason is None:
-                    self.successes += (id,)
+                    self._successes.append(id)
+
+    def successes_for(self, worker: int) -> Sequence[int]:
+        """Those that a worker is told of now; not again, for it can ask."""
+        successes = self._successes
+        if not successes:
+            return ()
+        told = self._told.get(worker, 0)
+        self._told[worker] = len(successes)
+        return successes[told:]
+
+    def is_over(self, id: int) -> bool:
+        return id in self._ended
 
     def has_succeeded(self, id: int) -> bool:
         """Whether a pass has succeeded; waits for the end of one that is just ending."""

@@ -32,9 +32,9 @@ from gradwire.wire.values import Encoded
 
 TAG = "autograd"
 
-# (context id, id of the send or 0, passes of the context that have succeeded, other contexts that
-# were released)
-Tag = tuple[int, int, "tuple[int, ...]", "Sequence[int]"]
+# (context id, id of the send or 0, passes of the context that have succeeded since the last time,
+# other contexts that were released)
+Tag = tuple[int, int, "Sequence[int]", "Sequence[int]"]
 
 #: How long released contexts are collected before other workers are told in a message.
 _CLEANUP_SECONDS = 0.2
@@ -162,7 +162,7 @@ class Engine:
         """Record a message that leaves, and have it say so."""
         message = context.send(to, tensors, about)
         released = self._take_released(to) if to in self.released_for else ()
-        tags[TAG] = (context.id, message, context.successes, released)
+        tags[TAG] = (context.id, message, context.successes_for(to), released)
 
     def _serve(self, request: Request) -> None:
         context_id, pass_id, how_given, news, failed, share = request.decode()
@@ -182,7 +182,7 @@ class Engine:
                 payload, buffers = reason
                 raise decode_exception(self.agent.codec, payload, buffers, self.agent.info.name)
             found = context.passes.get(pass_id)
-            over = found is None and pass_id in context.successes
+            over = found is None and context.is_over(pass_id)
             if found is None and not over:
                 parent = creator(pass_id) if how.for_inputs else sender
                 found = context.passes[pass_id] = Pass(self, context, pass_id, how, parent)
