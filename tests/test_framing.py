@@ -36,7 +36,7 @@ def feed(reader: FrameReader, data: bytes, sizes: Iterator[int]) -> list[Frame]:
     """Give the reader its bytes in pieces of the sizes given, or smaller when it wants fewer."""
     frames, position = [], 0
     while position < len(data):
-        target = reader.target()
+        target = reader.target
         assert len(target), "the reader has no room: a socket would look closed"
         count = min(next(sizes), len(target), len(data) - position)
         target[:count] = data[position : position + count]

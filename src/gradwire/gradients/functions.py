@@ -43,7 +43,7 @@ _SMALL_BYTES = 4096
 
 
 def _is_large(tensor: Tensor) -> bool:
-    return tensor.layout is _strided and tensor.nbytes > _SMALL_BYTES
+    return tensor.nbytes > _SMALL_BYTES and tensor.layout is _strided
 
 
 def _twin(tensor: Tensor, large: bool) -> Tensor:

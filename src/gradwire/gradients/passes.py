@@ -122,9 +122,8 @@ class Pass:
         context = self.context
         if context.into_grad:
             self._wait_for_others_to_undo()
-        with context.lock:
-            sends, recvs = context.messages()
-            known = set(context.known)
+        sends, recvs = context.messages()
+        known = set(context.known)  # afterwards: whom something was sent to is among them
         share: Collection[SentTensor] | None = None
         if shares is not None:
             self._shares = dict(shares)

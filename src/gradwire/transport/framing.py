@@ -51,10 +51,7 @@ def pack_prefix(head_length: int, entries: Sequence[Entry]) -> bytes:
 
 
 class FrameReader:
-    """Bytes in, frames out.
-
-    `target` says where the next bytes belong, `advance` tells how many were put there.
-    """
+    """Bytes in, frames out."""
 
     def __init__(
         self,
@@ -72,31 +69,37 @@ class FrameReader:
         # A frame too large for the chunk: what is still to be filled, and the frame when it is.
         self._unfilled: list[memoryview] = []
         self._large: Frame | None = None
+        #: Where the next bytes belong.
+        self.target = self._view
 
     @property
     def is_filling(self) -> bool:
         """Whether the rest of something large must come next."""
         return bool(self._unfilled)
 
-    def target(self) -> memoryview:
-        if self._unfilled:
-            return self._unfilled[-1]
-        return self._view[self._end :]
-
     def advance(self, count: int) -> list[Frame]:
-        frames: list[Frame] = []
+        """So many bytes were put there: returns the frames that are complete."""
+        frames = self._fill(count) if self._unfilled else self._parse(count)
         if self._unfilled:
-            rest = self._unfilled[-1][count:]
-            if rest:
-                self._unfilled[-1] = rest
-                return frames
-            self._unfilled.pop()
-            if self._unfilled:
-                return frames
-            assert self._large is not None
-            frames.append(self._large)
-            self._large = None
-            return frames
+            self.target = self._unfilled[-1]
+        else:
+            self.target = self._view[self._end :] if self._end else self._view
+        return frames
+
+    def _fill(self, count: int) -> list[Frame]:
+        rest = self._unfilled[-1][count:]
+        if rest:
+            self._unfilled[-1] = rest
+            return []
+        self._unfilled.pop()
+        if self._unfilled:
+            return []
+        assert self._large is not None
+        large, self._large = self._large, None
+        return [large]
+
+    def _parse(self, count: int) -> list[Frame]:
+        frames: list[Frame] = []
         self._end += count
         while True:
             start = self._start

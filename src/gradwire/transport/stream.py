@@ -229,17 +229,18 @@ class StreamConnection:
 
     def receive(self) -> list[Frame]:
         reader = self._reader
-        frames: list[Frame] = []
         until = 0.0
-        while not frames:
+        while True:
             if self._closed:
                 raise ConnectionClosed("the connection is closed")
-            target = reader.target()
+            target = reader.target
             try:
                 count = self._sock.recv_into(target)
                 if not count:
                     raise ConnectionClosed("the peer closed the connection")
                 frames = reader.advance(count)
+                if frames:
+                    return frames
             except BlockingIOError:
                 count = 0
             except OSError as error:
@@ -251,11 +252,10 @@ class StreamConnection:
                 raise
             if count < len(target):
                 if not reader.is_filling:
-                    break
+                    return []
                 until = until or perf_counter() + _FILLING_SECONDS
                 if perf_counter() > until or not self.wait(_GAP_SECONDS):
-                    break
-        return frames
+                    return []
 
     def wait(self, timeout: float | None) -> bool:
         if self._closed:

@@ -17,6 +17,7 @@ from __future__ import annotations
 import enum
 import marshal
 import struct
+from collections.abc import Callable
 from typing import Any
 
 Tags = dict[str, Any]
@@ -106,7 +107,6 @@ def unpack(head: bytes | bytearray | memoryview) -> tuple[int, int, Tags | None,
     return kind, call_id, tags, view[start:]
 
 
-def peek(head: bytes | bytearray | memoryview) -> tuple[int, int]:
-    """(kind, call id) alone."""
-    kind, _, _, call_id = _HEADER.unpack_from(head)
-    return kind, call_id
+#: (kind, call id) of a frame's head, alone.
+peek: Callable[[bytes | bytearray | memoryview], tuple[int, int]]
+peek = struct.Struct("<B7xQ").unpack_from
