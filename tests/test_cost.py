@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from gradwire import autograd, current, rpc
+from gradwire.gradients import runs
 from gradwire.gradients.graph import Root, make_plan
 from gradwire.testing import Fault, FaultyTransport, cluster, soak
 from gradwire.transport.memory import MemoryNetwork
@@ -108,6 +109,38 @@ def test_messages_grow_with_the_calls(network: FaultyTransport) -> None:
         assert {str(number): 1 for number in range(count)} == RUNS, "each node runs once"
     # A gradient and its answer per call; the workers are told once.
     assert all(messages <= 2 * count + 8 for count, messages in found.items()), found
+
+
+def test_what_is_sent_on_as_it_came_takes_no_run(
+    network: FaultyTransport, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ran = []
+
+    def count_and_run(*arguments: Any, **options: Any) -> Any:
+        ran.append(arguments)
+        return run_backward(*arguments, **options)
+
+    run_backward = runs.run_backward
+    monkeypatch.setattr(runs, "run_backward", count_and_run)
+    for watch, more in ((None, 0), (Tensor.retain_grad, 9), (hook, 9)):
+        with autograd.context() as context_id:
+            x = torch.ones(2, requires_grad=True)
+            y, seen = x, []
+            for number in range(10):
+                y = rpc.rpc_sync("worker1", layer, args=(y, str(number)))
+                if watch is not None:
+                    watch(y)
+                    seen.append(y)
+            ran.clear()
+            autograd.backward(context_id, [y.sum()])
+            assert len(ran) == 10 + 1 + more, "for the functions, the sum, and what is watched"
+            assert autograd.get_gradients(context_id)[x].tolist() == [0.5**10] * 2
+        if watch is Tensor.retain_grad:
+            assert [tensor.grad[0].item() for tensor in seen] == [0.5**n for n in range(9, -1, -1)]
+
+
+def hook(tensor: Tensor) -> None:
+    tensor.register_hook(lambda gradient: None)
 
 
 def test_a_pass_for_inputs_asks_every_worker_once(network: FaultyTransport) -> None:

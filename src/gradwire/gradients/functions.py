@@ -20,6 +20,7 @@ what comes to the anchor; a pass does, and then torch does not run it. Where gra
 from __future__ import annotations
 
 import threading
+import weakref
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, Final, Literal
@@ -111,12 +112,14 @@ class Send:
 class Recv:
     """A differentiable message that has arrived. `into_grad`: torch runs its anchors."""
 
-    __slots__ = ("_hooks", "_into_grad", "anchors", "id", "sender")
+    __slots__ = ("_arrived", "_hooks", "_into_grad", "anchors", "id", "sender")
 
     def __init__(self, id: int, sender: int, into_grad: bool = False):
         self.id = id
         self.sender = sender
         self.anchors: list[Any] = []
+        #: The tensors, as user code sees them, and their hooks.
+        self._arrived: list[weakref.ref[Tensor]] = []
         self._hooks: list[_Hooks] = []
         self._into_grad = into_grad
 
@@ -132,10 +135,16 @@ class Recv:
         arrived._backward_hooks = hooks
         anchor._register_hook_dict(arrived)
         self._hooks.append(hooks)
+        self._arrived.append(weakref.ref(arrived))
         self.anchors.append(anchor)
         if large:
             _let_go_of_memory(tensor)
         return arrived
+
+    def is_watched(self, position: int) -> bool:
+        """Whether others want to see what backward brings a tensor."""
+        arrived = self._arrived[position]()
+        return bool(self._hooks[position]) or (arrived is not None and arrived.retains_grad)
 
     def watch(
         self, position: int, run: object, reached: Callable[[Gradient], None]

@@ -75,6 +75,8 @@ class Run:
         not delivered, or put into `.grad`, on the way."""
         if not (self._outputs or self._gates) or not (self.leaves or self.anchors):
             return ()
+        if not into_grad and self._is_straight():
+            return self._seeds
         unwatch: list[Callable[[], object]] = []
         edges = []
         outer = running.run, running.into_grad
@@ -103,6 +105,15 @@ class Run:
         if into_grad:
             return ()
         return found[: len(self.leaves)] if self._gates else found
+
+    def _is_straight(self) -> bool:
+        """Whether something was received and sent on as it is. Its gradient goes back as it is, and
+        torch need not be asked."""
+        if self._gates or self.leaves or len(self.anchors) != 1 or len(self._outputs) != 1:
+            return False
+        recv, position = self.anchors[0]
+        is_sent_on = self._outputs[0].node is recv.anchors[position]
+        return is_sent_on and not recv.is_watched(position)
 
     def _wait_at_gates(self, gate: Gate) -> None:
         """A gate is a twin of what was sent, made for this run: it gets its gradient when torch
