@@ -144,11 +144,15 @@ class Agent:
         """Send a user call, tagged by the interceptors."""
         try:
             link = peer.link or self.peers.connect(peer, call.name, call.timeout)
-            if self.interceptors:
-                tags = tags or {}
-                for interceptor in self.interceptors:
-                    interceptor.leaving(peer.info, call.subject, encoded.differentiable, tags)
+            tags = tags or {}
+            afterwards = []
+            for interceptor in self.interceptors:
+                action = interceptor.leaving(peer.info, call.subject, encoded.differentiable, tags)
+                if action is not None:
+                    afterwards.append(action)
             link.send(call, encoded, tags)
+            for action in afterwards:
+                action()
             return link
         except BaseException:
             encoded.tell_passengers(None)

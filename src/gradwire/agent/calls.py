@@ -14,7 +14,7 @@ from gradwire.agent.futures import Future, when_all
 from gradwire.agent.peers import Peer
 from gradwire.agent.service import Request
 from gradwire.errors import EncodingError
-from gradwire.wire.messages import Kind
+from gradwire.wire.messages import Kind, Tags
 from gradwire.wire.values import call_name
 
 #: Set on functions that return a future of their result; see `gradwire.rpc.functions`.
@@ -101,12 +101,15 @@ class Calls:
         except Exception as error:
             request.fail(error, "sending the result")
             return
-        tags: dict[str, Any] | None = None
-        if self._agent.interceptors:
-            tags = {}
-            for interceptor in self._agent.interceptors:
-                interceptor.answering(request, encoded.differentiable, tags)
+        tags: Tags = {}
+        afterwards = []
+        for interceptor in self._agent.interceptors:
+            action = interceptor.answering(request, encoded.differentiable, tags)
+            if action is not None:
+                afterwards.append(action)
         request.answer_encoded(encoded, tags)
+        for action in afterwards:
+            action()
 
 
 class _Run:

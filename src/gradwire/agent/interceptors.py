@@ -12,6 +12,8 @@ from gradwire.agent.service import Request
 from gradwire.ids import WorkerInfo
 from gradwire.wire.messages import Tags
 
+#: Done once a message has left, while others work.
+Afterwards = Callable[[], None]
 #: Takes a tensor that was received and requires gradients, gives the one to use in its place.
 Arrival = Callable[[Tensor], Tensor]
 
@@ -24,8 +26,15 @@ class Interceptor:
     met in the same order on both sides.
     """
 
-    def leaving(self, to: WorkerInfo, what: Any, tensors: Sequence[Tensor], tags: Tags) -> None:
+    def leaving(
+        self,
+        to: WorkerInfo,  # noqa: ARG002
+        what: Any,  # noqa: ARG002
+        tensors: Sequence[Tensor],  # noqa: ARG002
+        tags: Tags,  # noqa: ARG002
+    ) -> Afterwards | None:
         """A call of `what` is about to leave."""
+        return None
 
     def arriving(self, sender: int, tags: Tags) -> Arrival | None:  # noqa: ARG002
         """A call or a result with tags has arrived from a worker and is about to be decoded."""
@@ -36,5 +45,11 @@ class Interceptor:
         what this returns."""
         return None
 
-    def answering(self, request: Request, tensors: Sequence[Tensor], tags: Tags) -> None:
+    def answering(
+        self,
+        request: Request,  # noqa: ARG002
+        tensors: Sequence[Tensor],  # noqa: ARG002
+        tags: Tags,  # noqa: ARG002
+    ) -> Afterwards | None:
         """The result of a call is about to leave."""
+        return None

@@ -57,6 +57,8 @@ class Context:
         self.lock = threading.RLock()
         self.sends: dict[int, Send] = {}
         self.recvs: dict[int, Recv] = {}
+        #: The sends that are not secured yet.
+        self._leaving: list[Send] = []
         #: The workers this one has exchanged messages with in this context.
         self.known: set[int] = set()
         self._gradients: GradientSums = {}
@@ -73,15 +75,23 @@ class Context:
         self.released = False
 
     def send(self, to: int, tensors: Sequence[Tensor], about: Any) -> int:
-        """Record a message that leaves; returns its id, 0 if it has nothing to differentiate."""
+        """Record a message that leaves; returns its id, 0 if it has nothing to differentiate. Call
+        `secure` when it has left."""
         self.known.add(to)
         if not tensors:
             return 0
         if self.released:
             self._check()
         send = Send(self._messages.next(), to, tensors, about)
+        self._leaving.append(send)
         self.sends[send.id] = send
         return send.id
+
+    def secure(self) -> None:
+        """Messages have left: see to what they have left behind."""
+        with self.lock:
+            while self._leaving:
+                self._leaving.pop().secure()
 
     def receive(self, id: int, sender: int) -> Callable[[Tensor], Tensor] | None:
         """Record a message that arrives; returns what its tensors that require gradients must go
@@ -97,6 +107,7 @@ class Context:
     def messages(self) -> tuple[list[Send], list[Recv]]:
         """What has left and what has arrived so far."""
         with self.lock:
+            self.secure()
             return list(self.sends.values()), list(self.recvs.values())
 
     def add_gradients(self, gradients: list[tuple[Tensor, Tensor]]) -> None:
@@ -174,7 +185,7 @@ class Context:
             # Of those whose part here is done it may not be known how they have ended.
             unfinished = [found for found in self.passes.values() if not found.finished]
             self.passes = {found.id: found for found in unfinished}
-            self.sends, self.recvs, self._gradients = {}, {}, {}
+            self.sends, self.recvs, self._leaving, self._gradients = {}, {}, [], {}
             self.writers.clear()
             known = set(self.known)
         for running in unfinished:

@@ -154,12 +154,13 @@ class Engine:
             return None
         tags: Tags = {}
         self.tag(tags, about.context, worker, "the backward pass", encoded.differentiable)
+        about.context.secure()
         return tags
 
     def tag(
         self, tags: Tags, context: Context, to: int, about: Any, tensors: Sequence[Tensor]
     ) -> None:
-        """Record a message that leaves, and have it say so."""
+        """Record a message that leaves, and have it say so. When it has left, `context.secure`."""
         message = context.send(to, tensors, about)
         released = self._take_released(to) if to in self.released_for else ()
         tags[TAG] = (context.id, message, context.successes_for(to), released)

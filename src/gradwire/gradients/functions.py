@@ -44,7 +44,7 @@ _SMALL_BYTES = 4096
 
 
 def _is_large(tensor: Tensor) -> bool:
-    return tensor.nbytes > _SMALL_BYTES and tensor.layout is _strided
+    return tensor.layout is _strided and tensor.nbytes > _SMALL_BYTES
 
 
 def _twin(tensor: Tensor, large: bool) -> Tensor:
@@ -78,7 +78,8 @@ _REST = (None,) * (len(GradientEdge._fields) - 2)
 
 
 class Send:
-    """A differentiable message that has left."""
+    """A differentiable message that leaves. Its ends are made when it has left (`secure`): others
+    work on it meanwhile."""
 
     __slots__ = ("about", "ends", "id", "to")
 
@@ -87,7 +88,12 @@ class Send:
         self.to = to
         #: What has answered, or in a tuple what was called; for errors.
         self.about = about
-        self.ends: list[Tensor] = []
+        #: Until then the tensors themselves.
+        self.ends = tensors
+
+    def secure(self) -> None:
+        """Make the ends; before anybody may change the tensors, or needs the ends."""
+        tensors, self.ends = self.ends, []
         for tensor in tensors:
             end = tensor
             if not tensor.is_leaf:

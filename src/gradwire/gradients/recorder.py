@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import Tensor
 
-from gradwire.agent.interceptors import Arrival, Interceptor
+from gradwire.agent.interceptors import Afterwards, Arrival, Interceptor
 from gradwire.agent.service import Request
 from gradwire.gradients.context import Contexts, current_id
 from gradwire.gradients.engine import TAG, Engine, Tag
@@ -27,11 +27,16 @@ class Recorder(Interceptor):
         self._contexts = contexts
         self._engine = engine
 
-    def leaving(self, to: WorkerInfo, what: Any, tensors: Sequence[Tensor], tags: Tags) -> None:
+    def leaving(
+        self, to: WorkerInfo, what: Any, tensors: Sequence[Tensor], tags: Tags
+    ) -> Afterwards | None:
         id = current_id.get()
-        if id is not None:
-            # What runs elsewhere is told by a tuple from what has run here.
-            self._engine.tag(tags, self._contexts.get_or_create(id), to.id, (what,), tensors)
+        if id is None:
+            return None
+        context = self._contexts.get_or_create(id)
+        # What runs elsewhere is told by a tuple from what has run here.
+        self._engine.tag(tags, context, to.id, (what,), tensors)
+        return context.secure if tensors else None
 
     def arriving(self, sender: int, tags: Tags) -> Arrival | None:
         tag: Tag | None = tags.get(TAG)
@@ -50,8 +55,12 @@ class Recorder(Interceptor):
         current_id.set(tag[0] if tag else None)
         return self._engine.versions.recording()
 
-    def answering(self, request: Request, tensors: Sequence[Tensor], tags: Tags) -> None:
+    def answering(
+        self, request: Request, tensors: Sequence[Tensor], tags: Tags
+    ) -> Afterwards | None:
         tag = request.tags and request.tags.get(TAG)
-        if tag:
-            context = self._contexts.get_or_create(tag[0])
-            self._engine.tag(tags, context, request.caller.id, request.subject, tensors)
+        if not tag:
+            return None
+        context = self._contexts.get_or_create(tag[0])
+        self._engine.tag(tags, context, request.caller.id, request.subject, tensors)
+        return context.secure if tensors else None
