@@ -637,3 +637,22 @@ def test_a_function_may_return_a_future_of_its_result(pair: list[Worker]) -> Non
         worker.rpc_sync("worker1", fails_elsewhere, ("worker0",))
     with pytest.raises(TypeError, match=r"must return a .*Future.*forgets_the_future"):
         worker.rpc_sync("worker1", forgets_the_future)
+
+
+class Secretive(Exception):
+    """Does not let itself be looked into."""
+
+    def __getattribute__(self, name: str) -> Any:
+        if name in ("__notes__", "__traceback__", "__dict__"):
+            raise LookupError("none of your business")
+        return super().__getattribute__(name)
+
+
+def raise_secretive() -> None:
+    raise Secretive("told")
+
+
+def test_an_exception_that_cannot_be_looked_into_is_answered(trio: list[Worker]) -> None:
+    with pytest.raises(Exception, match="told"):
+        trio[0].rpc_sync("worker1", raise_secretive, timeout=30)
+    assert trio[0].rpc_sync("worker1", max, (1, 2)) == 2

@@ -206,7 +206,7 @@ def test_a_late_message_does_not_bring_a_context_back(trio: list[Worker]) -> Non
     peer = agent.peers.find("worker1")
 
     call = agent.codec.encode_call(square, (torch.ones(2, requires_grad=True),), {})
-    tags = {TAG: (context_id, 77, (5,), [])}
+    tags = {TAG: (context_id, 77, True, (5,), [])}
     with pytest.raises(GradwireError, match="was released already"):
         agent.call_async(peer, Kind.PYTHON_CALL, square, call, 5.0, tags).wait()
     message = (context_id, 7, How(), ([78], [], NO_CHILD, [], []), (), None)
@@ -231,7 +231,7 @@ def test_a_context_that_nothing_was_heard_of_is_not_made_by_its_end(trio: list[W
     agent = trio[0].agent
     agent.request("worker1", Kind.CLEANUP_AUTOGRAD_CONTEXT_REQ, [context_id]).wait()
     call = agent.codec.encode_call(square, (torch.ones(2, requires_grad=True),), {})
-    tags = {TAG: (context_id, 77, (), [])}
+    tags = {TAG: (context_id, 77, True, (), [])}
     with pytest.raises(GradwireError, match="was released already"):
         agent.call_async(
             agent.peers.find("worker1"), Kind.PYTHON_CALL, square, call, 5.0, tags
@@ -296,7 +296,7 @@ def test_a_call_that_comes_too_late_does_not_keep_what_it_refers_to(trio: list[W
     agent = trio[0].agent
     rref = rpc.RRef(torch.ones(2))
     call = agent.codec.encode_call(rpc.RRef.to_here, (rref,), {})
-    tags = {TAG: (context_id, 0, (), [])}
+    tags = {TAG: (context_id, 0, True, (), [])}
     peer = agent.peers.find("worker1")
     with pytest.raises(GradwireError, match="was released already"):
         agent.call_async(peer, Kind.PYTHON_CALL, "to_here", call, 5.0, tags).wait()

@@ -21,14 +21,20 @@ from gradwire.wire.values import Codec, Encoded
 
 def add_note(error: BaseException, note: str) -> None:
     """As `BaseException.add_note` does, which came with Python 3.11."""
-    error.__dict__["__notes__"] = [*getattr(error, "__notes__", ()), note]
+    try:
+        error.__dict__["__notes__"] = [*getattr(error, "__notes__", ()), note]
+    except Exception:
+        pass  # it does not let itself be looked into
 
 
 def _formatted(error: BaseException) -> str:
     """The traceback with the notes, which Python 3.10 does not know."""
-    lines = traceback.format_exception(type(error), error, error.__traceback__)
-    if sys.version_info < (3, 11):
-        lines += [f"{note}\n" for note in getattr(error, "__notes__", ())]
+    try:
+        lines = traceback.format_exception(type(error), error, error.__traceback__)
+        if sys.version_info < (3, 11):
+            lines += [f"{note}\n" for note in getattr(error, "__notes__", ())]
+    except Exception as trouble:
+        return f"{type(error).__qualname__}, whose traceback cannot be read: {trouble!r}\n"
     return "".join(lines)
 
 

@@ -7,6 +7,7 @@ it everywhere; a released id is remembered, so that a late message does not brin
 from __future__ import annotations
 
 import contextvars
+import sys
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
@@ -194,26 +195,45 @@ class Context:
 
 
 def _unshared(gradients: GradientSums) -> list[tuple[Tensor, Tensor]]:
-    """Gradients that can be changed in place, clipped for one, without changing another: a function
-    may have given the same memory to two of its inputs, or one element in the place of many."""
-    memories = [
-        (gradient._values() if gradient.is_sparse else gradient).data_ptr()
-        for _, gradient in gradients.values()
-    ]
+    """Gradients that can be changed in place, clipped for one, without changing anything else: a
+    function may have given the same memory to two of its inputs, or one element in the place of
+    many; and a hook may have kept one."""
+    memories = [_elements(gradient).data_ptr() for _, gradient in gradients.values()]
     shared = len(set(memories)) < len(memories)
+    counts = _reference_counts(gradients)
     unshared = []
-    for memory, (leaf, gradient) in zip(memories, gradients.values(), strict=True):
-        expanded = not gradient.is_sparse and 0 in gradient.stride()
-        if expanded or (shared and memories.count(memory) > 1):
+    for memory, count, (leaf, gradient) in zip(memories, counts, gradients.values(), strict=True):
+        expanded = gradient.layout is torch.strided and 0 in gradient.stride()
+        is_held = count > _OWN_REFERENCES and not gradient.requires_grad
+        if expanded or is_held or (shared and memories.count(memory) > 1):
             gradient = _copied(gradient)
         unshared.append((leaf, gradient))
     return unshared
 
 
+def _reference_counts(gradients: GradientSums) -> list[int]:
+    return [sys.getrefcount(gradient) for _, gradient in gradients.values()]
+
+
+def _elements(gradient: Tensor) -> Tensor:
+    if gradient.layout is torch.strided:
+        return gradient
+    return gradient._values() if gradient.is_sparse else gradient.values()
+
+
 def _copied(gradient: Tensor) -> Tensor:
-    if gradient.is_sparse:
+    if gradient.layout is not torch.strided:
         return gradient.clone()
     return gradient.clone(memory_format=torch.contiguous_format)
+
+
+def _count_own_references() -> int:
+    staged = [(torch.empty(0), torch.empty(0))]
+    return _reference_counts(add_up({}, staged))[0]
+
+
+#: How often a gradient is referred to that nobody else holds.
+_OWN_REFERENCES = _count_own_references()
 
 
 class Contexts:

@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from gradwire.agent.agent import Agent
@@ -32,9 +33,9 @@ from gradwire.wire.values import Encoded
 
 TAG = "autograd"
 
-# (context id, id of the send or 0, passes of the context that have succeeded since the last time,
-# other contexts that were released)
-Tag = tuple[int, int, "Sequence[int]", "Sequence[int]"]
+# (context id, id of the send or 0, whether gradients are enabled there, passes of the context that
+# have succeeded since the last time, other contexts that were released)
+Tag = tuple[int, int, bool, "Sequence[int]", "Sequence[int]"]
 
 #: How long released contexts are collected before other workers are told in a message.
 _CLEANUP_SECONDS = 0.2
@@ -163,7 +164,8 @@ class Engine:
         """Record a message that leaves, and have it say so. When it has left, `context.secure`."""
         message = context.send(to, tensors, about)
         released = self._take_released(to) if to in self.released_for else ()
-        tags[TAG] = (context.id, message, context.successes_for(to), released)
+        mode = torch.is_grad_enabled()
+        tags[TAG] = (context.id, message, mode, context.successes_for(to), released)
 
     def _serve(self, request: Request) -> None:
         context_id, pass_id, how_given, news, failed, share = request.decode()

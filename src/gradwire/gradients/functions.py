@@ -23,7 +23,7 @@ import threading
 import weakref
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, Final, Literal
+from typing import Any, ClassVar, Final, Literal
 
 import torch
 from torch import Tensor
@@ -153,15 +153,16 @@ class Recv:
         return bool(self._hooks[position]) or (arrived is not None and arrived.retains_grad)
 
     def watch(
-        self, position: int, run: object, reached: Callable[[Gradient], None]
+        self, position: int, task: Task, reached: Callable[[Gradient], None]
     ) -> Callable[[], object]:
-        """Have something called when backward comes to a tensor in the middle of a run; until what
+        """Have something called when backward comes to a tensor in the middle of a task; until what
         this returns is called."""
         # A hook of the tensor that comes from the anchor: torch calls those whether or not it runs
         # the node. The last one that was registered sees what all others have made of it.
+        self.anchors[position]._set_sequence_nr(_FIRST - 1)
         hooks = self._hooks[position]
-        hooks[run] = partial(_watch, run, reached)
-        return partial(hooks.pop, run, None)
+        hooks[task] = partial(_watch, task, reached)
+        return partial(hooks.pop, task, None)
 
 
 class _Hooks(dict[Any, Callable[[Any], Any]]):
@@ -171,9 +172,48 @@ class _Hooks(dict[Any, Callable[[Any], Any]]):
     __slots__ = ("__weakref__",)
 
 
-def _watch(run: object, reached: Callable[[Gradient], None], gradient: Tensor | None) -> None:
-    if running.run is run:  # other passes may come by at the same time
+def _watch(task: Task, reached: Callable[[Gradient], None], gradient: Tensor | None) -> None:
+    if task.is_current():
         reached(NOTHING if gradient is None else gradient)
+
+
+class Task:
+    """Something that torch's engine is given to do. Others may come by the same nodes at the same
+    time: on other threads, or started by a hook in the middle of this one."""
+
+    __slots__ = ("_number",)
+    _under_way: ClassVar[set[int]] = set()
+
+    def __init__(self) -> None:
+        self._number = -1
+
+    def mark(self) -> tuple[Tensor, GradientEdge]:
+        """A leaf to ask for, and where to begin for it: torch goes there first of all, and has a
+        number for what it does by then."""
+        leaf = torch.zeros((), requires_grad=True, device="cpu")
+        node: Any = _twin(leaf, large=False).grad_fn
+        node._set_sequence_nr(_FIRST)
+        node.register_prehook(self._begin)
+        return leaf, edge_at(node)
+
+    def _begin(self, _gradients: Any) -> None:
+        self._number = _current_task()
+        self._under_way.add(self._number)
+
+    def end(self) -> None:
+        self._under_way.discard(self._number)
+
+    def is_current(self) -> bool:
+        return _current_task() == self._number
+
+    @classmethod
+    def any_is_current(cls) -> bool:
+        return _current_task() in cls._under_way
+
+
+_current_task: Callable[[], int] = torch._C._current_graph_task_id
+#: Of what is ready torch runs the node with the highest number.
+_FIRST = 1 << 62
 
 
 _PLAIN_BACKWARD = (
@@ -187,15 +227,15 @@ _stop: Callable[[Tensor], Tensor] = torch._C._functions.DelayedError(_PLAIN_BACK
 
 def _run_anchor(_gradients: Any) -> tuple[None]:
     """Torch runs an anchor, behind which there is nothing."""
-    if running.run is None:
+    if not Task.any_is_current():
         raise RuntimeError(_PLAIN_BACKWARD)
     return (None,)
 
 
 class Running(threading.local):
-    """The run of a region that a thread is in, and whether torch puts gradients into `.grad`."""
+    """Whether a thread runs a region, and whether torch puts gradients into `.grad` meanwhile."""
 
-    run: object = None
+    region = False
     into_grad = False
 
 

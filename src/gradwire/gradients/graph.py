@@ -51,6 +51,8 @@ def make_roots(
                 f"root of shape {tuple(tensor.shape)} is not a scalar, all roots need to be scalar "
                 "unless grad_tensors gives their gradients"
             )
+        if gradient is None and tensor.is_complex():
+            raise ValueError("a root is complex: say with grad_tensors what its gradient is")
         if tensor.grad_fn is None:
             raise ValueError("a root does not have a valid gradient function: it is a leaf")
         if gradient is not None and gradient.shape != tensor.shape:
@@ -73,8 +75,8 @@ class Region:
     """A connected part of the graph, and how far a pass has got with it."""
 
     __slots__ = (
-        "anchors", "asking", "has_gradient", "leaves", "out", "part_of", "queued", "reach",
-        "sources", "starts",
+        "anchors", "asking", "frozen", "has_gradient", "leaves", "out", "part_of", "queued",
+        "reach", "sources", "starts",
     )  # fmt: skip
 
     def __init__(self, source: Source, starts: list[Start]) -> None:
@@ -82,6 +84,8 @@ class Region:
         self.starts = starts
         #: Whose gradients are asked for.
         self.leaves: list[Tensor] = []
+        #: Where leaves are that do not require gradients any more. Torch goes there all the same.
+        self.frozen: list[GradientEdge] = []
         self.anchors: list[Anchor] = []
         #: How many of its sources have not been answered yet.
         self.out = 0
@@ -174,6 +178,8 @@ def _starts_of(
     for position, end in enumerate(source.ends):
         if on_the_way is not None and (source.id, position) not in on_the_way:
             continue
+        if end.is_leaf and not _has_gradient(source, position):
+            continue
         # A loose end is a leaf that was sent, and that nobody watches: what it is sent back is its
         # gradient, with no need to go through the graph. (Hooks must see the sum of them all.)
         if left_out is not None and end.is_leaf and end._backward_hooks is None:
@@ -181,6 +187,13 @@ def _starts_of(
         else:
             starts.append((source, position, source.edge(position)))
     return starts
+
+
+def _has_gradient(send: Send, position: int) -> bool:
+    """Whether a leaf that was sent can have one: not if it was frozen since; nor a view that was
+    made under `no_grad`, though torch says that it requires gradients."""
+    leaf = send.ends[position]
+    return leaf.requires_grad and not (leaf._is_view() and send.edge(position).node is None)
 
 
 def _walk(
@@ -201,8 +214,11 @@ def _walk(
     while stack:
         node = stack.pop()
         if type(node) is Leaf:
-            if asked is None or id(node.variable) in asked:
-                region.leaves.append(node.variable)
+            leaf = node.variable
+            if not leaf.requires_grad:
+                region.frozen.append(edge_at(node))
+            elif asked is None or id(leaf) in asked:
+                region.leaves.append(leaf)
             continue
         anchor = anchors.pop(node, None)
         if anchor is not None:
@@ -235,5 +251,6 @@ def _put_together(parts: list[Region]) -> list[Region]:
             region.sources += part.sources
             region.starts += part.starts
             region.leaves += part.leaves
+            region.frozen += part.frozen
             region.anchors += part.anchors
     return regions

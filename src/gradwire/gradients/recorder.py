@@ -6,14 +6,16 @@ the arguments do not; and the id of a send when some of its tensors require grad
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from gradwire.agent.interceptors import Afterwards, Arrival, Interceptor
 from gradwire.agent.service import Request
+from gradwire.errors import EncodingError
 from gradwire.gradients.context import Contexts, current_id
 from gradwire.gradients.engine import TAG, Engine, Tag
 from gradwire.ids import WorkerInfo
@@ -26,6 +28,7 @@ class Recorder(Interceptor):
     def __init__(self, contexts: Contexts, engine: Engine):
         self._contexts = contexts
         self._engine = engine
+        engine.agent.codec.unrecorded = _refuse
 
     def leaving(
         self, to: WorkerInfo, what: Any, tensors: Sequence[Tensor], tags: Tags
@@ -42,7 +45,7 @@ class Recorder(Interceptor):
         tag: Tag | None = tags.get(TAG)
         if tag is None:
             return None
-        id, message, successes, released = tag
+        id, message, _, successes, released = tag
         if released:
             self._engine.hear_of_releases(released, sender)
         context = self._contexts.get_or_create(id)
@@ -51,9 +54,14 @@ class Recorder(Interceptor):
         return context.receive(message, sender)
 
     def serving(self, request: Request) -> AbstractContextManager[object] | None:
-        tag = request.tags and request.tags.get(TAG)
-        current_id.set(tag[0] if tag else None)
-        return self._engine.versions.recording()
+        tag: Tag | None = request.tags.get(TAG) if request.tags else None
+        recording = self._engine.versions.recording()
+        if tag is None:
+            current_id.set(None)
+            return recording
+        id, _, grad_enabled, *_ = tag
+        current_id.set(id)
+        return recording if grad_enabled else _no_grad(recording)
 
     def answering(
         self, request: Request, tensors: Sequence[Tensor], tags: Tags
@@ -64,3 +72,19 @@ class Recorder(Interceptor):
         context = self._contexts.get_or_create(tag[0])
         self._engine.tag(tags, context, request.caller.id, request.subject, tensors)
         return context.secure if tensors else None
+
+
+@contextmanager
+def _no_grad(recording: AbstractContextManager[object] | None) -> Iterator[None]:
+    """A function that is called under `no_grad` records no more than it would over there."""
+    with torch.no_grad(), recording or nullcontext():
+        yield
+
+
+def _refuse(tensor: Tensor) -> None:
+    """A tensor is sent whose gradients would be lost."""
+    if current_id.get() is not None:
+        raise EncodingError(
+            f"a {type(tensor).__name__} of layout {tensor.layout} that requires gradients cannot "
+            "be differentiated through a call: send a plain tensor, or what tensor.detach() gives"
+        )

@@ -20,6 +20,7 @@ from gradwire.gradients.functions import (
     Gradient,
     Gradients,
     Send,
+    Task,
     edge_at,
     edge_behind,
     running,
@@ -73,38 +74,52 @@ class Run:
     def run(self, gate: Gate, deliver: Deliver, *, into_grad: bool) -> Found:
         """Returns the gradients of the leaves and then those of the anchors, as far as they were
         not delivered, or put into `.grad`, on the way."""
-        if not (self._outputs or self._gates) or not (self.leaves or self.anchors):
+        frozen = self.region.frozen if not self._how.for_inputs else ()
+        if not (self._outputs or self._gates) or not (self.leaves or self.anchors or frozen):
             return ()
         if not into_grad and self._is_straight():
             return self._seeds
-        unwatch: list[Callable[[], object]] = []
-        edges = []
-        outer = running.run, running.into_grad
-        running.run, running.into_grad = self, into_grad
+        #: Undoes what was done for this run alone.
+        undoing: list[Callable[[], object]] = []
+        sinks: list[Tensor | GradientEdge] = [*self.leaves]
+        for recv, position in self.anchors:
+            sinks.append(edge_at(recv.anchors[position]))
+        sinks += frozen
+        outer = running.region, running.into_grad
+        running.region, running.into_grad = True, into_grad
         try:
             if self._gates:
                 self._wait_at_gates(gate)
             if self._gates or into_grad:
-                for recv, position in self.anchors:
-                    unwatch.append(recv.watch(position, self, partial(deliver, recv.id, position)))
-            for recv, position in self.anchors:
-                edges.append(edge_at(recv.anchors[position]))
+                sinks.append(self._watch_anchors(deliver, undoing))
             found: Found = run_backward(
                 tuple(self._outputs),
                 tuple(self._seeds),
                 self._how.retain_graph,
                 self._how.create_graph,
-                (*self.leaves, *edges),
+                tuple(sinks),
                 allow_unreachable=True,
                 accumulate_grad=into_grad,
             )
         finally:
-            running.run, running.into_grad = outer
-            for end_watch in unwatch:
-                end_watch()
+            running.region, running.into_grad = outer
+            for undo in undoing:
+                undo()
         if into_grad:
             return ()
         return found[: len(self.leaves)] if self._gates else found
+
+    def _watch_anchors(self, deliver: Deliver, undoing: list[Callable[[], object]]) -> Tensor:
+        """Have gradients delivered as soon as they get there. Returns what torch must be asked for
+        besides."""
+        task = Task()
+        undoing.append(task.end)
+        for recv, position in self.anchors:
+            undoing.append(recv.watch(position, task, partial(deliver, recv.id, position)))
+        leaf, edge = task.mark()
+        self._outputs.append(edge)
+        self._seeds.append(leaf.detach())
+        return leaf
 
     def _is_straight(self) -> bool:
         """Whether something was received and sent on as it is. Its gradient goes back as it is, and

@@ -118,6 +118,7 @@ class _Encoder(pickle.Pickler):
         for kind, (name, take_apart) in codec.taught.items():
             self.reducers[kind] = partial(_reduce_taught, name, take_apart)
         self.dispatch_table = self.reducers
+        self._codec = codec
         self._buffers: list[Tensor] = []
         self._differentiable: list[Tensor] = []
 
@@ -162,6 +163,8 @@ class _Encoder(pickle.Pickler):
                 f"a tensor on {tensor.device} cannot be sent: move it to the CPU first "
                 "(tensor.cpu())"
             )
+        if tensor.requires_grad:
+            self._codec.unrecorded(tensor)
         reduced: Any = tensor.__reduce_ex__(5)  # type: ignore[no-untyped-call]
         return reduced  # subclasses and rare layouts: as torch pickles them
 
@@ -252,6 +255,8 @@ class Codec:
     def __init__(self, *, closures: bool = False):
         self.taught: dict[type, tuple[str, Callable[[Any], Any]]] = {}
         self.builders: dict[str, Callable[[Any], Any]] = {}
+        #: Told of tensors that require gradients and are not among the `differentiable`.
+        self.unrecorded: Callable[[Tensor], None] = lambda _tensor: None
         self._make_encoder = _closure_encoder() if closures else _Encoder
         #: Encoders that nobody uses just now.
         self._encoders: list[_Encoder] = []

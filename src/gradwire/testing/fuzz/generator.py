@@ -22,7 +22,7 @@ from gradwire.testing.fuzz.running import parameters_of
 #: How likely each action is, in parts of the whole.
 _WEIGHTS = {
     "parameter": 8, "leaf": 1, "hook": 4, "call": 24, "start": 8, "trunk": 1, "branch": 3,
-    "inner": 1,
+    "inner": 1, "quiet call": 1,
     "add": 6, "multiply": 6, "wave": 4, "total": 2, "outer": 2, "join": 3, "convert": 3, "view": 5,
     "expand": 2, "change": 7, "change copy": 2, "detach": 2, "no_grad": 1, "integers": 2, "pick": 2,
     "lookup": 2, "own function": 3, "own function of many": 2, "checkpoint": 2, "constant": 1,
@@ -121,6 +121,8 @@ class _Maker:
     def _write(self, action: str, writing: _Writing, worker: int, depth: int) -> None:
         if action in ("call", "start"):
             self._write_call(action, writing, worker, depth)
+        elif action == "quiet call":
+            self._write_quiet_call(writing, worker, depth)
         elif action == "trunk":
             self._write_trunk(writing, depth)
         elif action == "branch":
@@ -173,6 +175,13 @@ class _Maker:
         key = self._add(writing, step)
         if action == "start":
             writing.started[key] = len(bodies[-1].returns)
+
+    def _write_quiet_call(self, writing: _Writing, worker: int, depth: int) -> None:
+        # Callbacks, and calls that nobody waits for, may run when the mode is another one again.
+        ways, may_abandon = self._ways, self._may_abandon
+        self._ways, self._may_abandon = ["sync", "async", "remote"], False
+        self._write_call("quiet call", writing, worker, depth)
+        self._ways, self._may_abandon = ways, may_abandon
 
     def _wait(self, writing: _Writing) -> None:
         key = self._dice.choice(list(writing.started))

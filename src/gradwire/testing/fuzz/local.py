@@ -40,8 +40,9 @@ class Outcome:
 def copies(tensors: Sequence[Tensor]) -> list[Tensor]:
     """What arrives when these are sent: copies, and one copy for one tensor however often."""
     made: dict[int, Tensor] = {}
-    for tensor in tensors:
-        made.setdefault(id(tensor), tensor.clone())
+    with torch.enable_grad():  # the way does not count, whatever the code at its ends is in
+        for tensor in tensors:
+            made.setdefault(id(tensor), tensor.clone())
     return [made[id(tensor)] for tensor in tensors]
 
 

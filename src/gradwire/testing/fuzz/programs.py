@@ -33,9 +33,9 @@ Precision = Literal["float64", "float32", "bfloat16"]
 class Step:
     """An action on variables, given by their positions.
 
-    The actions "call", "start" and "wait" call a body, "branch" runs one of two where it is,
-    "inner" differentiates one in a context of its own (1: by `grad`); "parameter", "leaf" and
-    "hook" concern the worker. All others are operations (see `operations`).
+    The actions "call", "start" and "wait" call a body, "quiet call" one under `no_grad`; "branch"
+    runs one of two where it is, "inner" differentiates one in a context of its own (1: by `grad`);
+    "parameter", "leaf" and "hook" concern the worker. All others are operations (see `operations`).
     """
 
     action: str
@@ -171,7 +171,7 @@ def _written(body: Body, indent: str) -> list[str]:
 
 def _phrase(step: Step) -> str:
     arguments = _names(step.inputs)
-    if step.action in ("call", "start"):
+    if step.action in ("call", "quiet call", "start"):
         third = f" by worker {step.helper}" if step.how in ("relay", "shared", "deferred") else ""
         label = f"#{step.key} = " if step.action == "start" else ""
         return f"{label}{step.action} {step.how}{third} with ({arguments}):"

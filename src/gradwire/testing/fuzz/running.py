@@ -191,6 +191,9 @@ def constants(count: int) -> list[Tensor]:
 def _run_step(step: Step, inputs: list[Tensor], world: World) -> list[Tensor]:
     if step.action == "call":
         return operations.arrived(world.begin(step, inputs)())
+    if step.action == "quiet call":
+        with torch.no_grad():
+            return operations.arrived(world.begin(step, inputs)())
     if step.action == "parameter":
         return [world.bench.parameter(step.number)]
     if step.action == "leaf":
