@@ -234,7 +234,8 @@ def penalty_inputs(results: Sequence[Tensor], world: World, variant: int) -> lis
     """What a penalty is a function of the gradients of."""
     inputs = list(world.bench.leaves().values())
     if variant % 2:
-        inputs += [result for result in results if result.requires_grad]
+        # Torch gives what a hook has made of a gradient, or what it was before: as it happens.
+        inputs += [x for x in results if x.requires_grad and not x._backward_hooks]
     return inputs
 
 
