@@ -198,27 +198,27 @@ def _unshared(gradients: GradientSums) -> list[tuple[Tensor, Tensor]]:
     """Gradients that can be changed in place, clipped for one, without changing anything else: a
     function may have given the same memory to two of its inputs, or one element in the place of
     many; and a hook may have kept one."""
-    memories = [_elements(gradient).data_ptr() for _, gradient in gradients.values()]
-    shared = len(set(memories)) < len(memories)
-    counts = _reference_counts(gradients)
     unshared = []
-    for memory, count, (leaf, gradient) in zip(memories, counts, gradients.values(), strict=True):
-        expanded = gradient.layout is torch.strided and 0 in gradient.stride()
+    memories = set()
+    for (leaf, gradient), count in zip(
+        gradients.values(), _reference_counts(gradients), strict=True
+    ):
+        if gradient.layout is torch.strided:
+            elements, expanded = gradient, 0 in gradient.stride()
+        else:
+            elements = gradient._values() if gradient.is_sparse else gradient.values()
+            expanded = False
+        memory = elements.data_ptr()
         is_held = count > _OWN_REFERENCES and not gradient.requires_grad
-        if expanded or is_held or (shared and memories.count(memory) > 1):
+        if expanded or is_held or memory in memories:
             gradient = _copied(gradient)
+        memories.add(memory)
         unshared.append((leaf, gradient))
     return unshared
 
 
 def _reference_counts(gradients: GradientSums) -> list[int]:
     return [sys.getrefcount(gradient) for _, gradient in gradients.values()]
-
-
-def _elements(gradient: Tensor) -> Tensor:
-    if gradient.layout is torch.strided:
-        return gradient
-    return gradient._values() if gradient.is_sparse else gradient.values()
 
 
 def _copied(gradient: Tensor) -> Tensor:
