@@ -79,13 +79,15 @@ def test_a_seed_is_a_program() -> None:
 def test_programs_do_everything_there_is() -> None:
     programs = [fuzz.make_program(seed, 3) for seed in range(500)]
     steps = [step for program in programs for step in program.steps()]
-    written = {"call", "start", "wait", "branch", "inner", "parameter", "leaf", "hook"}
+    written = {"call", "quiet call", "start", "wait", "branch", "inner"}
+    written |= {"parameter", "leaf", "hook"}
     assert {step.action for step in steps} == written | operations.OPERATIONS.keys()
     assert {step.how for step in steps} == set(get_args(Way))
     assert {p.precision for p in programs} == {"float64", "float32", "bfloat16"}
     assert {e.order for p in programs for e in p.episodes} == {"first", "penalty", "create"}
     assert any(len(p.episodes) > 1 for p in programs)
     assert any(p.into_grad for p in programs)
+    assert any(e.at_once for p in programs for e in p.episodes)
     assert all(str(p.seed) in str(p) for p in programs)
 
 
