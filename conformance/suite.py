@@ -53,6 +53,8 @@ def load(plain_torch: bool = False) -> dict[str, type]:
     import torch
 
     torch.set_num_threads(1)  # a forked process hangs in OpenMP when its parent has used threads
+    # Torch makes its pool anew in a forked process, and fails if two threads come to that at once.
+    os.register_at_fork(after_in_child=lambda: torch.set_num_threads(1))
     if not plain_torch:
         from gradwire import compat
 
