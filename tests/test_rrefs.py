@@ -5,9 +5,11 @@ from __future__ import annotations
 import gc
 import pickle
 import random
+import sys
 import threading
 import weakref
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, ClassVar
 
 import pytest
@@ -371,3 +373,40 @@ def test_random_programs_lose_nothing_and_keep_nothing(seed: int) -> None:
         for held in SLOTS.values():
             held.clear()
         until(lambda: nothing_held(workers) and no_thing_alive(), "all values are gone")
+
+
+_gate = threading.Event()
+
+
+def wait_at_gate(rref: rpc.RRef[Any]) -> str:
+    assert _gate.wait(TIMEOUT)
+    return str(rref.local_value().name)
+
+
+def test_a_call_that_several_threads_find_late_lets_go_of_what_it_carries(
+    trio: list[Worker],
+) -> None:
+    """The thread that waits for it and the clock notice at the same time."""
+    user, owner, _ = trio
+    rref = user.remote(owner.info, Thing, args=("shared",))
+    rref.to_here()
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    _gate.clear()
+    try:
+
+        def call_in_vain() -> None:
+            for _ in range(10):
+                with pytest.raises(CallTimeout):
+                    user.rpc_sync(owner.info, wait_at_gate, args=(rref,), timeout=0.002)
+
+        with ThreadPoolExecutor(4) as threads:
+            for ending in [threads.submit(call_in_vain) for _ in range(4)]:
+                ending.result()
+    finally:
+        sys.setswitchinterval(interval)
+        _gate.set()
+    until(
+        lambda: user.refs.debug_info()["num_pending_children"] == 0,
+        "a call that timed out has let its reference go",
+    )

@@ -7,7 +7,10 @@ import dataclasses
 import enum
 import functools
 import operator
+import os
 import pickle
+import subprocess
+import sys
 import threading
 from typing import Any, NamedTuple
 
@@ -327,3 +330,41 @@ def test_messages_arrive_as_they_were_packed(tags: Any, payload: bytes | memoryv
         assert (kind, call_id) == peek(received) == (Kind.PYTHON_CALL, (1 << 64) - 1)
         assert got_tags == (tags or None)
         assert bytes(got) == bytes(payload)
+
+
+_COLLECTS_GARBAGE_WHILE_ITS_PARTS_ARE_FREED = """
+import gc
+from gradwire.wire.values import Codec
+
+class Dying:
+    def __del__(self):
+        gc.collect()
+
+class Part:
+    def __init__(self, *kept):
+        self.kept = kept
+    def __getstate__(self):
+        return {"value": [1]}
+
+class Whole:
+    def __reduce__(self):
+        return list, ([Part() for _ in range(50)] + [Part(Dying())],)
+
+codec = Codec()
+for _ in range(20):
+    codec.encode([Whole() for _ in range(20)])
+print("alive")
+"""
+
+
+def test_garbage_may_be_collected_while_the_parts_of_a_sent_value_are_freed() -> None:
+    """As another thread may at any time: a tensor lets go of the interpreter when it is freed."""
+    ran = subprocess.run(
+        [sys.executable, "-c", _COLLECTS_GARBAGE_WHILE_ITS_PARTS_ARE_FREED],
+        env={**os.environ, "PYTHONMALLOC": "debug"},  # freed memory holds nothing that looks alive
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert ran.stdout == "alive\n", f"{ran.returncode}: {ran.stderr}"

@@ -52,9 +52,9 @@ def encode_exception(codec: Codec, error: BaseException, where: str) -> Encoded:
         except Exception:
             continue
         # A pickle within a pickle: the summary can be read even where the class is unknown.
-        return Encoded(
-            codec.encode((summary, inner.payload)).payload, inner.buffers, [], inner.passengers
-        )
+        encoded = codec.encode((summary, inner.payload))
+        encoded.buffers, encoded.passengers = inner.buffers, inner.passengers
+        return encoded
     return codec.encode((summary, None))
 
 

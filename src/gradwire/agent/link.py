@@ -71,6 +71,8 @@ class Link:
         self._event_spent = False
         self._caller_reads = False
         self._end_lock = threading.Lock()
+        #: Several threads may find a call late at once; one of them makes a note of it.
+        self._failing = threading.Lock()
         #: Why the connection ended, once it has.
         self.end_reason: str | None = None
         #: Whether the other worker, or this one, said that it leaves.
@@ -436,11 +438,14 @@ class Link:
     ) -> bool:
         """Settle a call with an error, unless it is settled already. `late`: its answer may come
         all the same."""
-        if late:
-            self._late[call.id] = call.passengers  # first: its answer may come this very moment
-        if self._open.pop(call.id, None) is None:
-            self._late.pop(call.id, None)
-            return False
+        with self._failing:
+            if call.id not in self._open:
+                return False
+            if late:
+                self._late[call.id] = call.passengers  # first: its answer may come this very moment
+            if self._open.pop(call.id, None) is None:
+                self._late.pop(call.id, None)
+                return False
         if not late:
             self._tell_lost(call.passengers)
         call.error = make_error()

@@ -14,7 +14,6 @@ import copyreg
 import pickle
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol
 
@@ -43,20 +42,22 @@ _MARK = pickle.PickleBuffer(bytearray())
 _REQUIRES_GRAD = wire_tensors.REQUIRES_GRAD
 
 
-@dataclass(slots=True)
 class Encoded:
-    """A value on its way out."""
+    """A value on its way out, and what came to light while it was encoded."""
 
-    payload: bytes
-    buffers: list[Tensor]
-    #: The tensors of the value that require gradients, in the order they were met.
-    differentiable: list[Tensor]
-    #: Told where the message went, or None when it did not leave; rooms above put them here.
-    passengers: Sequence[Passenger] = ()
+    __slots__ = ("buffers", "differentiable", "passengers", "payload")
+
+    def __init__(self) -> None:
+        self.payload = b""
+        self.buffers: list[Tensor] = []
+        #: The tensors of the value that require gradients, in the order they were met.
+        self.differentiable: list[Tensor] = []
+        #: Told where the message went, or None when it did not leave; rooms above put them here.
+        self.passengers: list[Passenger] = []
 
     def tell_passengers(self, where: WorkerInfo | None) -> None:
         """Tell them, once."""
-        passengers, self.passengers = self.passengers, ()
+        passengers, self.passengers = self.passengers, []
         for passenger in passengers:
             passenger.left(where)
 
@@ -79,7 +80,7 @@ class Decoding:
 
 class _Current(threading.local):
     decoding: Decoding | None = None
-    passengers: list[Passenger] | None = None
+    encoding: Encoded | None = None
 
 
 _current = _Current()
@@ -87,14 +88,14 @@ _current = _Current()
 
 def add_passenger(passenger: Passenger) -> None:
     """While a taught type is taken apart: ask to be told what becomes of the message."""
-    if _current.passengers is None:
+    if _current.encoding is None:
         raise EncodingError("this can only be sent to a worker, not pickled elsewhere")
-    _current.passengers.append(passenger)
+    _current.encoding.passengers.append(passenger)
 
 
 def is_encoding() -> bool:
     """Whether this thread writes a message to a worker, and does not pickle for itself."""
-    return _current.passengers is not None
+    return _current.encoding is not None
 
 
 def current_decoding() -> Decoding:
@@ -104,69 +105,15 @@ def current_decoding() -> Decoding:
     return _current.decoding
 
 
-class _Encoder(pickle.Pickler):
-    """Writes one value after the other: making one takes longer than most values do."""
+def _in_stream(buffer: pickle.PickleBuffer) -> bool:
+    """Everything but our own marks: what they stand for is in `Encoded.buffers`."""
+    return buffer is not _MARK
 
-    #: An encoder that has written more keeps too much memory to be used again.
-    reusable_up_to = 1 << 16
 
-    def __init__(self, codec: Codec):
-        #: Of a value in which nothing is large, one piece.
-        self._pieces: list[bytes] = []
-        super().__init__(_Writer(self._pieces.append), 5, buffer_callback=self._in_stream)
-        self.reducers = _Reducers(self._reduce_tensor)
-        for kind, (name, take_apart) in codec.taught.items():
-            self.reducers[kind] = partial(_reduce_taught, name, take_apart)
-        self.dispatch_table = self.reducers
-        self._codec = codec
-        self._buffers: list[Tensor] = []
-        self._differentiable: list[Tensor] = []
-
-    @staticmethod
-    def _in_stream(buffer: pickle.PickleBuffer) -> bool:
-        """Everything but our own marks: what they stand for is in `_buffers`."""
-        return buffer is not _MARK
-
-    def encode(self, value: Any, passengers: Sequence[Passenger]) -> Encoded:
-        self.memo = _known.memo
-        pieces = self._pieces
-        pieces.append(_KNOWN)
-        self.dump(value)
-        encoded = Encoded(b"".join(pieces), self._buffers, self._differentiable, passengers)
-        pieces.clear()
-        self.clear_memo()
-        self._buffers, self._differentiable = [], []
-        return encoded
-
-    def _reduce_tensor(self, tensor: Tensor) -> Any:
-        kind = type(tensor)
-        if kind is Tensor or kind is torch.nn.Parameter:
-            described = wire_tensors.describe(tensor)
-            if described is not None:
-                elements, code, shape, flags, *strides = described
-                if flags & _REQUIRES_GRAD:
-                    self._differentiable.append(tensor)
-                if type(elements) is not bytearray:
-                    self._buffers.append(elements)
-                    described = (_MARK, code, shape, flags, *strides)
-                if kind is Tensor:
-                    return _dense, described
-                return _dense, (*described[:4], *(strides or (None,)), tensor.__dict__)
-            # Of other parameters torch sends the data, which comes by here again.
-            parts = wire_tensors.take_apart(tensor) if kind is Tensor else None
-            if parts is not None:
-                if tensor.requires_grad:
-                    self._differentiable.append(tensor)
-                return _sparse, parts
-        if not tensor.is_cpu and not tensor.is_meta:
-            raise EncodingError(
-                f"a tensor on {tensor.device} cannot be sent: move it to the CPU first "
-                "(tensor.cpu())"
-            )
-        if tensor.requires_grad:
-            self._codec.unrecorded(tensor)
-        reduced: Any = tensor.__reduce_ex__(5)  # type: ignore[no-untyped-call]
-        return reduced  # subclasses and rare layouts: as torch pickles them
+def _pickler(write: Callable[[bytes], None], reducers: _Reducers) -> pickle.Pickler:
+    pickler = pickle.Pickler(_Writer(write), 5, buffer_callback=_in_stream)
+    pickler.dispatch_table = reducers
+    return pickler
 
 
 class _Writer:
@@ -253,13 +200,11 @@ class Codec:
     """Encodes and decodes the values of one worker."""
 
     def __init__(self, *, closures: bool = False):
-        self.taught: dict[type, tuple[str, Callable[[Any], Any]]] = {}
         self.builders: dict[str, Callable[[Any], Any]] = {}
         #: Told of tensors that require gradients and are not among the `differentiable`.
         self.unrecorded: Callable[[Tensor], None] = lambda _tensor: None
-        self._make_encoder = _closure_encoder() if closures else _Encoder
-        #: Encoders that nobody uses just now.
-        self._encoders: list[_Encoder] = []
+        self._reducers = _Reducers(self._reduce_tensor)
+        self._make_pickler = _closure_pickler() if closures else _pickler
 
     def teach(
         self,
@@ -271,28 +216,58 @@ class Codec:
         """Send instances of exactly `kind` as the value `take_apart` makes of them; the codec on
         the other side that was taught the same `name` calls its `rebuild` with that value. While it
         does, `current_decoding` is where it can leave what must be waited for."""
-        self.taught[kind] = (name, take_apart)
+        self._reducers[kind] = partial(_reduce_taught, name, take_apart)
         self.builders[name] = rebuild
-        self._encoders.clear()  # those there are do not know it
 
     def encode(self, value: Any) -> Encoded:
+        encoded = Encoded()
+        pieces = [_KNOWN]
+        # One for each value. To use one again its memory has to be cleared, and the interpreter
+        # crashes if the last tensor lets go of its lock then and another thread collects garbage.
+        pickler = self._make_pickler(pieces.append, self._reducers)
+        pickler.memo = _known.memo
+        outer, _current.encoding = _current.encoding, encoded
         try:
-            encoder = self._encoders.pop()
-        except IndexError:
-            encoder = self._make_encoder(self)
-        passengers: list[Passenger] = []
-        outer, _current.passengers = _current.passengers, passengers
-        try:
-            encoded = encoder.encode(value, passengers)
+            pickler.dump(value)
         except BaseException:
-            for passenger in passengers:
-                passenger.left(None)
-            raise  # and the encoder, in the middle of something, is not used again
+            encoded.tell_passengers(None)
+            raise
         finally:
-            _current.passengers = outer
-        if len(encoded.payload) <= encoder.reusable_up_to:
-            self._encoders.append(encoder)
+            _current.encoding = outer
+        encoded.payload = b"".join(pieces)
         return encoded
+
+    def _reduce_tensor(self, tensor: Tensor) -> Any:
+        encoding = _current.encoding
+        assert encoding is not None
+        kind = type(tensor)
+        if kind is Tensor or kind is torch.nn.Parameter:
+            described = wire_tensors.describe(tensor)
+            if described is not None:
+                elements, code, shape, flags, *strides = described
+                if flags & _REQUIRES_GRAD:
+                    encoding.differentiable.append(tensor)
+                if type(elements) is not bytearray:
+                    encoding.buffers.append(elements)
+                    described = (_MARK, code, shape, flags, *strides)
+                if kind is Tensor:
+                    return _dense, described
+                return _dense, (*described[:4], *(strides or (None,)), tensor.__dict__)
+            # Of other parameters torch sends the data, which comes by here again.
+            parts = wire_tensors.take_apart(tensor) if kind is Tensor else None
+            if parts is not None:
+                if tensor.requires_grad:
+                    encoding.differentiable.append(tensor)
+                return _sparse, parts
+        if not tensor.is_cpu and not tensor.is_meta:
+            raise EncodingError(
+                f"a tensor on {tensor.device} cannot be sent: move it to the CPU first "
+                "(tensor.cpu())"
+            )
+        if tensor.requires_grad:
+            self.unrecorded(tensor)
+        reduced: Any = tensor.__reduce_ex__(5)  # type: ignore[no-untyped-call]
+        return reduced  # subclasses and rare layouts: as torch pickles them
 
     def decode(
         self,
@@ -361,8 +336,8 @@ def _advice(value: Any) -> str:
     return ""
 
 
-def _closure_encoder() -> type[_Encoder]:
-    """An encoder that sends lambdas and local functions and classes by value."""
+def _closure_pickler() -> Callable[[Callable[[bytes], None], _Reducers], pickle.Pickler]:
+    """A pickler that sends lambdas and local functions and classes by value."""
     try:
         import cloudpickle
     except ImportError as error:
@@ -370,12 +345,14 @@ def _closure_encoder() -> type[_Encoder]:
             'the option closures=True needs cloudpickle: pip install "gradwire[closures]"'
         ) from error
 
-    class ClosureEncoder(_Encoder, cloudpickle.Pickler):  # type: ignore[misc]
-        reusable_up_to = -1  # it remembers the namespaces of functions by their addresses
+    class ClosurePickler(cloudpickle.Pickler):  # type: ignore[misc]
+        def __init__(self, write: Callable[[bytes], None], reducers: _Reducers):
+            super().__init__(_Writer(write), 5, buffer_callback=_in_stream)
+            self._reducers = reducers
 
         def reducer_override(self, obj: Any) -> Any:
-            if type(obj) in self.reducers or isinstance(obj, Tensor):
-                return self.reducers[type(obj)](obj)
-            return cloudpickle.Pickler.reducer_override(self, obj)
+            if type(obj) in self._reducers or isinstance(obj, Tensor):
+                return self._reducers[type(obj)](obj)
+            return super().reducer_override(obj)
 
-    return ClosureEncoder
+    return ClosurePickler
