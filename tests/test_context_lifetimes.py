@@ -23,6 +23,7 @@ from gradwire.gradients.family import NO_CHILD
 from gradwire.gradients.ledger import How
 from gradwire.testing import soak
 from gradwire.wire.messages import Kind
+from gradwire.wire.values import Plain
 from gradwire.worker import Worker
 from tests.processes import group, until
 
@@ -209,7 +210,8 @@ def test_a_late_message_does_not_bring_a_context_back(trio: list[Worker]) -> Non
     tags = {TAG: (context_id, 77, True, (5,), [])}
     with pytest.raises(GradwireError, match="was released already"):
         agent.call_async(peer, Kind.PYTHON_CALL, square, call, 5.0, tags).wait()
-    message = (context_id, 7, How(), ([78], [], NO_CHILD, [], []), (), None)
+    said = ([78], [], NO_CHILD, [], [])
+    message = Plain((context_id, 7, tuple(How()), said, (), None), ())
     with pytest.raises(GradwireError, match="was released already"):
         agent.request("worker1", Kind.BACKWARD_AUTOGRAD_REQ, message).wait()
     with pytest.raises(GradwireError, match="was released"):

@@ -18,7 +18,7 @@ from gradwire.transport.memory import MemoryNetwork
 from gradwire.transport.poller import EpollPoller
 from gradwire.transport.unix import UnixTransport
 from gradwire.wire.tensors import DTYPES, INLINE_BYTES
-from gradwire.wire.values import Codec
+from gradwire.wire.values import Codec, Plain
 
 LARGE = 3 * INLINE_BYTES
 
@@ -336,6 +336,42 @@ def test_more_than_two_gigabytes_in_one_tensor_arrive() -> None:
         assert len(arrived) == size
         assert (int(arrived[0]), int(arrived[size // 2]), int(arrived[-1])) == (1, 2, 3)
         del arrived, frame
+
+
+def test_plain_values_and_the_tensors_beside_them_arrive_equal() -> None:
+    sparse = torch.eye(3).to_sparse().requires_grad_()
+    tensors = [
+        torch.arange(5.0, requires_grad=True),
+        torch.arange(100_000.0),  # travels as a buffer
+        sparse,  # is pickled by itself
+        torch.arange(50_000.0).view(250, 200).t().requires_grad_(),
+        torch.nn.Parameter(torch.ones(2)),
+        torch.empty(0),
+        torch.ones(3).expand(2, 3),
+    ]
+    said = (1 << 60, [("a", None, True)], {(1, 2)}, {"x": 1.5}, b"bytes")
+    codec = Codec()
+    encoded = codec.encode(Plain(said, tensors))
+    met = [tensor for tensor in tensors if tensor.requires_grad]
+    assert [id(tensor) for tensor in encoded.differentiable] == [id(tensor) for tensor in met]
+    buffers = [buffer.clone().view(-1).view(torch.uint8) for buffer in encoded.buffers]
+    arrived: list[torch.Tensor] = []
+
+    def arrive(tensor: torch.Tensor) -> torch.Tensor:
+        arrived.append(tensor)
+        return tensor
+
+    plain, _ = codec.decode(encoded.payload, buffers, arrive)
+    assert isinstance(plain, Plain)
+    assert plain.value == said
+    for got, sent in zip([*plain.tensors, *arrived], [*tensors, *met], strict=True):
+        assert got.requires_grad == sent.requires_grad
+        assert torch.equal(got.detach().to_dense(), sent.detach().to_dense())
+
+
+def test_a_value_that_is_not_plain_is_refused() -> None:
+    with pytest.raises(ValueError, match="unmarshallable"):
+        Codec().encode(Plain(object(), ()))
 
 
 def test_threads_encode_and_decode_at_the_same_time() -> None:

@@ -59,8 +59,14 @@ def results_of(example: str, package: str) -> list[str]:
 
         with processes(*(lambda rank=rank: worker(rank) for rank in range(size))) as started:
             os.close(working)
-            results = [one.result() for one in started]
+            results, errors = [], []
+            for one in started:
+                try:
+                    results.append(one.result())
+                except AssertionError as error:  # which of them was the first is not known here
+                    errors.append(str(error))
             os.close(others_done)
+            assert not errors, "\n".join(errors)
             return [line for result in results for line in result.splitlines()]
 
 

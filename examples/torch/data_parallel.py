@@ -73,9 +73,9 @@ def lead() -> None:
 if __name__ == "__main__":
     rank = int(os.environ["RANK"])
     name = f"trainer{rank}" if rank < TRAINERS else ("server", "master")[rank - TRAINERS]
-    rpc.init_rpc(name, rank=rank, world_size=TRAINERS + 2)
-    if rank < TRAINERS:
+    if rank < TRAINERS:  # first: the master calls trainers as soon as they can be called
         dist.init_process_group("gloo", rank=rank, world_size=TRAINERS)
+    rpc.init_rpc(name, rank=rank, world_size=TRAINERS + 2)
     if name == "master":
         lead()
     rpc.shutdown()

@@ -130,7 +130,8 @@ class Service:
     def _serve_inbox(self) -> None:
         executor = self.agent.executor
         executor.leave_behind(self._serve_inbox)
-        self._flush()  # what the leader before held back
+        if self._holds:
+            self._flush()  # what the leader before held back
         while self._inbox:
             try:
                 frame = self._inbox.popleft()
@@ -142,13 +143,12 @@ class Service:
         executor.leave_behind(None)
         if self._closed:
             return  # one that has ended is readable for ever
-        self._flush()
+        if self._holds:
+            self._flush()
         self.agent.poller.expect_more()
         self._connection.arm()
 
     def _flush(self) -> None:
-        if not self._holds:
-            return
         self._holds = False  # first: whoever holds one back from now on sees to it
         try:
             self._connection.flush(self.agent.executor.hand_over)

@@ -131,7 +131,8 @@ class Context:
 
     def check_pass(self, id: int) -> Reason | None:
         """Whether a pass may begin, or go on, here. If it has failed already, this is why."""
-        self._check()
+        if self.released:
+            self._check()
         if self.lost is not None:
             raise WorkerLost(
                 f"worker {self.lost!r} took part in autograd context {self.id} and was lost, with "

@@ -23,13 +23,14 @@ from gradwire.gradients.accumulation import Group
 from gradwire.gradients.context import Context, Contexts, Reason
 from gradwire.gradients.family import NO_CHILD
 from gradwire.gradients.graph import Root
-from gradwire.gradients.ledger import How, News
+from gradwire.gradients.ledger import How
+from gradwire.gradients.news import News, plain, restored
 from gradwire.gradients.passes import Pass
 from gradwire.gradients.survey import Chart, Charting, Shares, Survey
 from gradwire.gradients.versions import Versions
 from gradwire.ids import IdSource, WorkerInfo, creator
 from gradwire.wire.messages import Kind, Tags
-from gradwire.wire.values import Encoded
+from gradwire.wire.values import Encoded, Plain
 
 TAG = "autograd"
 
@@ -127,10 +128,9 @@ class Engine:
         call = self.agent.ask(
             worker, Kind.BACKWARD_AUTOGRAD_REQ, "the backward pass", encoded, left, tags
         )
-        answer: News = asking.hear(call)
-        return answer
+        return restored(*asking.hear(call))
 
-    def tell(self, telling: Pass, worker: int, news: News) -> Future[News]:
+    def tell(self, telling: Pass, worker: int, news: News) -> Future[Any]:
         """Tell a worker something; what it has to tell comes in a future."""
         encoded, tags, left = self._message(telling, worker, news)
         return self.agent.post(
@@ -138,21 +138,24 @@ class Engine:
         )
 
     def answer(self, answering: Pass, request: Request, news: News) -> None:
-        encoded = self.agent.codec.encode(news)
-        request.answer_encoded(encoded, self._tags(answering, request.caller.id, encoded))
+        encoded = self.agent.codec.encode(Plain(*plain(news)))
+        tags = None
+        if answering.how.create_graph:
+            tags = self._tags(answering, request.caller.id, encoded)
+        request.answer_encoded(encoded, tags)
 
     def _message(self, about: Pass, worker: int, news: News) -> tuple[Encoded, Tags | None, float]:
         left = about.seconds_left()
         how = (*about.how[:-1], left)
         failed = about.context.failures() if about.context.into_grad else ()
-        value = (about.context.id, about.id, how, news, failed, about.share_for(worker))
-        encoded = self.agent.codec.encode(value)
-        return encoded, self._tags(about, worker, encoded), left
+        said, gradients = plain(news)
+        value = (about.context.id, about.id, how, said, failed, about.share_for(worker))
+        encoded = self.agent.codec.encode(Plain(value, gradients))
+        tags = self._tags(about, worker, encoded) if about.how.create_graph else None
+        return encoded, tags, left
 
-    def _tags(self, about: Pass, worker: int, encoded: Encoded) -> Tags | None:
+    def _tags(self, about: Pass, worker: int, encoded: Encoded) -> Tags:
         """Gradients that have a history are a differentiable message like any other."""
-        if not about.how.create_graph:
-            return None
         tags: Tags = {}
         self.tag(tags, about.context, worker, "the backward pass", encoded.differentiable)
         about.context.secure()
@@ -168,12 +171,12 @@ class Engine:
         tags[TAG] = (context.id, message, mode, context.successes_for(to), released)
 
     def _serve(self, request: Request) -> None:
-        context_id, pass_id, how_given, news, failed, share = request.decode()
-        how = How(*how_given)
+        (context_id, pass_id, how_given, said, failed, share), gradients = request.decode()
+        how, news = How(*how_given), restored(said, gradients)
         sender = request.caller.id
         context = self._contexts.find(context_id)
         if context is None:  # nothing that was sent in this context has arrived here
-            request.answer(_no_part(news))
+            request.answer(Plain(_no_part(news), ()))
             return
         for id in failed:  # what they did to `.grad` is undone before this one changes it
             given_up = context.passes.get(id)
@@ -191,7 +194,7 @@ class Engine:
                 found = context.passes[pass_id] = Pass(self, context, pass_id, how, parent)
             first = found is not None and found.is_first(share)
         if found is None:  # this was asked or told when nobody there knew yet that it is over
-            request.answer(_no_part(news))
+            request.answer(Plain(_no_part(news), ()))
             return
         if first:
             try:

@@ -16,18 +16,11 @@ from torch import Tensor
 from gradwire.gradients.family import Family
 from gradwire.gradients.functions import NOTHING, Gradient, Gradients, Recv, Send
 from gradwire.gradients.graph import Anchor, Plan, Region, Root
+from gradwire.gradients.news import Answer, News, Prospect
 from gradwire.gradients.reach import Reach
 
 if TYPE_CHECKING:
     from gradwire.gradients.accumulation import Group
-
-# (id of a send, the gradients of its tensors or None)
-Answer = tuple[int, "list[Gradient] | None"]
-# (id of a send, which of its tensors gradients will come to)
-Prospect = tuple[int, "list[int]"]
-# What one worker tells another: its sends that have no answer yet (said once), answers, how the
-# teller stands to the one who is told, the sends whose prospects it asks for, and prospects.
-News = tuple["list[int]", "list[Answer]", int, "list[int]", "list[Prospect]"]
 
 
 class How(NamedTuple):
@@ -194,15 +187,17 @@ class Ledger:
             if type(source) is Send and source.id in self.answers:
                 self.answers[source.id] = None  # used up
         self._unfinished -= 1
-        self._conclude()
+        if not self._unfinished:
+            self._conclude()
 
     def open_anchors(self, region: Region) -> list[Anchor]:
         """The anchors of a region whose gradients are not known yet."""
-        return [
-            (recv, position)
-            for recv, position in region.anchors
-            if (reply := self._replies.get(recv.id)) and reply.gradients[position] is OPEN
-        ]
+        found = []
+        for anchor in region.anchors:
+            reply = self._replies.get(anchor[0].id)
+            if reply is not None and reply.gradients[anchor[1]] is OPEN:
+                found.append(anchor)
+        return found
 
     # -- answers
 
@@ -218,7 +213,8 @@ class Ledger:
             self._take_prospects(id, positions)
         for id in questions:
             self._take_question(id)
-        self._conclude()
+        if not self._unfinished:
+            self._conclude()
 
     def _answer_unknown(self, sender: int, sends: Sequence[int]) -> None:
         """Sends that never got here have no gradients."""
@@ -433,11 +429,15 @@ class Ledger:
         workers = {*family.untold, *self._outbox, *self._questions, *self._prospects_for}
         if family.parent is not None and family.owes_parent():
             workers.add(family.parent)
-        return [(worker, family.expect(worker), self.news_for(worker)) for worker in workers]
+        told = []
+        for worker in workers:
+            told.append((worker, family.expect(worker), self.news_for(worker)))  # in this order
+        return told
 
     def news_for(self, worker: int) -> News:
         sends = self._unanswered(worker) if self.family.tell(worker) else []
-        self._conclude()  # now that this one is told
+        if not self._unfinished:
+            self._conclude()  # now that this one is told
         standing = self.family.standing_to(worker)
         questions: list[int] = []
         prospects: list[Prospect] = []
@@ -450,10 +450,10 @@ class Ledger:
 
     def _conclude(self) -> None:
         """See whether this worker's part has come to its end, when anything has changed."""
-        if self._unfinished or not self.planned:  # mostly
-            return
         if (
-            self.family.finished
+            self._unfinished
+            or not self.planned
+            or self.family.finished
             or self.family.waits()
             or self._groups
             or self._accumulating

@@ -45,7 +45,8 @@ from gradwire.gradients.accumulation import Group, accumulate, touched
 from gradwire.gradients.context import Context, add_up
 from gradwire.gradients.functions import Gradient, Gradients, Send, SentTensor
 from gradwire.gradients.graph import Plan, Region, Root, make_plan
-from gradwire.gradients.ledger import How, Ledger, News
+from gradwire.gradients.ledger import How, Ledger
+from gradwire.gradients.news import News, restored
 from gradwire.gradients.runs import Found, GradBackup, Run
 from gradwire.gradients.survey import Shares
 from gradwire.wire.values import call_name
@@ -358,7 +359,7 @@ class Pass:
         if error is not None:
             self.fail(error)
         else:
-            self.take(worker, future.value(), was_told=was_told)
+            self.take(worker, restored(*future.value()), was_told=was_told)
             self._drive_elsewhere()  # this thread may be in the middle of something
 
     def reply_to(self, request: Request) -> None:

@@ -25,7 +25,7 @@ Tags = dict[str, Any]
 _HEADER = struct.Struct("<BBxxIQ")
 _REFERENCES = 1
 #: What every Python 3 can read. (For so little it takes half the time of pickle.)
-_MARSHAL_VERSION = 2
+MARSHAL_VERSION = 2
 
 
 class Kind(enum.IntEnum):
@@ -89,7 +89,7 @@ def pack(
     """One message as the head of a frame."""
     flags = _REFERENCES if references else 0
     if tags:
-        packed = marshal.dumps(tags, _MARSHAL_VERSION)
+        packed = marshal.dumps(tags, MARSHAL_VERSION)
         return b"".join((_HEADER.pack(kind, flags, len(packed), call_id), packed, payload))
     return b"".join((_HEADER.pack(kind, flags, 0, call_id), payload))
 

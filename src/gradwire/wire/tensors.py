@@ -44,58 +44,73 @@ _SMALL_BYTES = 1024
 INLINE_BYTES = 8192
 
 _strided = torch.strided
+_Parameter = torch.nn.Parameter
 
-# The elements, as bytes or if there are many as a tensor; dtype code; shape; REQUIRES_GRAD,
-# PARAMETER and SPREAD, as far as they are true; and unless the tensor is contiguous its strides.
+# The elements, or None if there are many; dtype code; shape; REQUIRES_GRAD, PARAMETER and SPREAD,
+# as far as they are true; and unless the tensor is contiguous its strides.
 Described = tuple[Any, ...]
 
 _COMPRESSED = {torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc}
 
 
-def describe(tensor: Tensor) -> Described | None:
-    """Describe a dense tensor in main memory, None for others."""
+def describe(tensor: Tensor, buffers: list[Tensor]) -> Described | None:
+    """Describe a dense tensor in main memory, None for others. The elements, if they are many, are
+    put among the `buffers`."""
     code = _CODES.get(tensor.dtype)
     if code is None or tensor.layout is not _strided or not tensor.is_cpu:
         return None
     flags = REQUIRES_GRAD if tensor.requires_grad else 0
-    if type(tensor) is torch.nn.Parameter:
+    if type(tensor) is _Parameter:
         flags |= PARAMETER
     if tensor.is_neg() or (code in _COMPLEX and tensor.is_conj()):
         tensor = tensor.detach().resolve_conj().resolve_neg()
     if tensor.is_contiguous():
-        return _elements(tensor), code, tuple(tensor.shape), flags
+        size = tensor.nbytes
+        if size <= INLINE_BYTES:
+            array = _arrays.get(size) or _array_of(size)
+            elements = bytearray(array.from_address(tensor.data_ptr()))
+            return elements, code, tuple(tensor.shape), flags
+        buffers.append(tensor.detach())
+        return None, code, tuple(tensor.shape), flags
+    return _describe_view(tensor, code, flags, buffers)
+
+
+def _describe_view(tensor: Tensor, code: int, flags: int, buffers: list[Tensor]) -> Described:
+    """Describe a tensor whose elements are not in order."""
     shape, strides = tuple(tensor.shape), tensor.stride()
     size = tensor.nbytes
     if 0 in strides and 0 < size <= _SMALL_BYTES:
-        if not any(strides):  # the gradient of a sum, for one
-            elements = _bytes_at(tensor.data_ptr(), tensor.element_size()) * tensor.numel()
-        else:
-            elements = _elements(tensor)
-        return elements, code, shape, flags
+        if any(strides):
+            return _elements(tensor, buffers), code, shape, flags
+        element = _bytes_at(tensor.data_ptr(), tensor.element_size())  # the gradient of a sum
+        return element * tensor.numel(), code, shape, flags
     span = 1 + sum((n - 1) * stride for n, stride in zip(shape, strides, strict=True))
     if 0 < span <= tensor.numel():
         part = tensor.detach().as_strided((span,), (1,))
-        return _elements(part), code, shape, flags, strides
+        return _elements(part, buffers), code, shape, flags, strides
     if 0 < span <= _SMALL_SPAN and 0 not in strides:
-        return _elements(tensor), code, shape, flags | SPREAD, strides
-    return _elements(tensor), code, shape, flags
+        return _elements(tensor, buffers), code, shape, flags | SPREAD, strides
+    return _elements(tensor, buffers), code, shape, flags
 
 
-def _elements(tensor: Tensor) -> Any:
-    """The elements in order: copied, if they are few, or where they are."""
+def _elements(tensor: Tensor, buffers: list[Tensor]) -> bytearray | None:
+    """The elements in order, if they are few."""
     size = tensor.nbytes
     if size > INLINE_BYTES:
-        return tensor.detach()
+        buffers.append(tensor.detach())
+        return None
     tensor = tensor.contiguous()  # it must live until it is copied
     return _bytes_at(tensor.data_ptr(), size)
 
 
 def _bytes_at(address: int, size: int) -> bytearray:
     """A copy of some memory. (The interpreter waits for it, so it must be little.)"""
-    kind = _arrays.get(size)
-    if kind is None:
-        kind = _arrays[size] = ctypes.c_char * size
-    return bytearray(kind.from_address(address))
+    return bytearray((_arrays.get(size) or _array_of(size)).from_address(address))
+
+
+def _array_of(size: int) -> type[ctypes.Array[ctypes.c_char]]:
+    array = _arrays[size] = ctypes.c_char * size
+    return array
 
 
 #: ctypes arrays, by size: of no more sizes than small tensors have.
@@ -106,8 +121,8 @@ def rebuild(
     memory: bytearray | Tensor,
     code: int,
     shape: tuple[int, ...],
-    strides: tuple[int, ...] | None,
     flags: int,
+    strides: tuple[int, ...] | None = None,
 ) -> Tensor:
     """The tensor again, over `memory` itself: a byte buffer that nobody else will write to."""
     dtype = _DTYPES[code]
@@ -136,7 +151,7 @@ def rebuild(
     if not flags & (PARAMETER | REQUIRES_GRAD):
         return tensor
     if flags & PARAMETER:
-        return torch.nn.Parameter(tensor, requires_grad=bool(flags & REQUIRES_GRAD))
+        return _Parameter(tensor, requires_grad=bool(flags & REQUIRES_GRAD))
     return tensor.requires_grad_()
 
 

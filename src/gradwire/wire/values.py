@@ -1,8 +1,8 @@
-"""Values as a pickle and the buffers beside it.
+"""Values as a payload and the buffers beside it.
 
-Tensors are not pickled. A small one leaves its bytes in the stream, a large one leaves a mark
-there and travels as a buffer of its own, in the order of the marks. This is the out-of-band
-mechanism of pickle protocol 5, with torch tensors in the place of byte buffers on both sides.
+The payload is a pickle, but tensors are not pickled: a small one leaves its bytes in the stream, a
+large one leaves them out and travels as a buffer of its own. `Plain` values, of which the rooms
+above make messages of their own, need no pickle at all.
 
 Rooms above teach a `Codec` to send types of their own (`teach`), and see the tensors of a value
 that require gradients in the order they were met, which is the same on both sides.
@@ -11,11 +11,13 @@ that require gradients in the order they were met, which is the same on both sid
 from __future__ import annotations
 
 import copyreg
+import io
+import marshal
 import pickle
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -23,6 +25,7 @@ from torch import Tensor
 from gradwire.errors import EncodingError
 from gradwire.ids import WorkerInfo
 from gradwire.wire import tensors as wire_tensors
+from gradwire.wire.messages import MARSHAL_VERSION
 
 
 class Passenger(Protocol):
@@ -38,8 +41,16 @@ class Passenger(Protocol):
         """The connection ended on which the call would have been answered."""
 
 
-_MARK = pickle.PickleBuffer(bytearray())
+class Plain(NamedTuple):
+    """A value of nothing but numbers, strings and bytes, and tuples, lists, sets and dictionaries
+    of such; and tensors beside it."""
+
+    value: Any
+    tensors: Sequence[Tensor]
+
+
 _REQUIRES_GRAD = wire_tensors.REQUIRES_GRAD
+_Parameter = torch.nn.Parameter
 
 
 class Encoded:
@@ -65,11 +76,19 @@ class Encoded:
 class Decoding:
     """What comes to light while a value is decoded."""
 
-    __slots__ = ("arrival", "codec", "is_call", "unsettled")
+    __slots__ = ("arrival", "buffers", "codec", "is_call", "unsettled")
 
-    def __init__(self, codec: Codec, arrival: Callable[[Tensor], Tensor] | None, is_call: bool):
+    def __init__(
+        self,
+        codec: Codec,
+        buffers: Iterable[Tensor],
+        arrival: Callable[[Tensor], Tensor] | None,
+        is_call: bool,
+    ):
         #: The codec that decodes, for functions that rebuild a taught type.
         self.codec = codec
+        #: What was left out of the payload, in order.
+        self.buffers = iter(buffers)
         #: What every tensor that requires gradients goes through, in the order the sender met them.
         self.arrival = arrival
         #: Whether the sender will get an answer.
@@ -105,32 +124,12 @@ def current_decoding() -> Decoding:
     return _current.decoding
 
 
-def _in_stream(buffer: pickle.PickleBuffer) -> bool:
-    """Everything but our own marks: what they stand for is in `Encoded.buffers`."""
-    return buffer is not _MARK
-
-
-def _pickler(write: Callable[[bytes], None], reducers: _Reducers) -> pickle.Pickler:
-    pickler = pickle.Pickler(_Writer(write), 5, buffer_callback=_in_stream)
-    pickler.dispatch_table = reducers
-    return pickler
-
-
-class _Writer:
-    """A file to write to, for who needs no more of one."""
-
-    __slots__ = ("write",)
-
-    def __init__(self, write: Callable[[bytes], None]):
-        self.write = write
-
-
 class _Reducers(dict[type, Callable[[Any], Any]]):
     """How instances of a type are taken apart: found by the type alone, so that whatever needs no
     help from here costs nothing."""
 
     def __init__(self, reduce_tensor: Callable[[Tensor], Any]):
-        super().__init__(dict.fromkeys((Tensor, torch.nn.Parameter), reduce_tensor))
+        super().__init__(dict.fromkeys((Tensor, _Parameter), reduce_tensor))
         super().update(dict.fromkeys(_OPERATORS, _reduce_operator))
         self._reduce_tensor = reduce_tensor
 
@@ -169,11 +168,12 @@ def _dense(
     strides: tuple[int, ...] | None = None,
     attributes: Any = None,
 ) -> Tensor:
-    tensor = wire_tensors.rebuild(memory, code, shape, strides, flags)
-    if flags & _REQUIRES_GRAD:
-        decoding = _current.decoding
-        if decoding is not None and decoding.arrival is not None:
-            tensor = decoding.arrival(tensor)
+    decoding = _current.decoding or current_decoding()
+    if memory is None:
+        memory = next(decoding.buffers)
+    tensor = wire_tensors.rebuild(memory, code, shape, flags, strides)
+    if flags & _REQUIRES_GRAD and decoding.arrival is not None:
+        tensor = decoding.arrival(tensor)
     if attributes:
         tensor.__dict__.update(attributes)
     return tensor
@@ -181,10 +181,8 @@ def _dense(
 
 def _sparse(*parts: Any) -> Tensor:
     tensor = wire_tensors.put_together(*parts)
-    decoding = _current.decoding
-    if not tensor.requires_grad or decoding is None or decoding.arrival is None:
-        return tensor
-    return decoding.arrival(tensor)
+    arrival = current_decoding().arrival
+    return arrival(tensor) if tensor.requires_grad and arrival is not None else tensor
 
 
 # To look up a function by its name takes longer than the rest of a small tensor, on both sides. So
@@ -192,8 +190,20 @@ def _sparse(*parts: Any) -> Tensor:
 _CODE = 0x67726164
 copyreg.add_extension(__name__, _dense.__name__, _CODE)
 _KNOWN = pickle.EXT4 + _CODE.to_bytes(4, "little") + pickle.MEMOIZE + pickle.POP
-_known = pickle.Pickler(_Writer(lambda _piece: None), 5)
+_known = pickle.Pickler(io.BytesIO(), 5)
 _known.memo = {id(_dense): (0, _dense)}
+
+
+def _decode_plain(payload: bytes | memoryview) -> Plain:
+    value, described = marshal.loads(payload)
+    tensors = []
+    for tensor in described:
+        if type(tensor) is bytes:
+            tensors.append(pickle.loads(tensor))
+        else:
+            elements, *others = tensor
+            tensors.append(_dense(elements and bytearray(elements), *others))
+    return Plain(value, tensors)
 
 
 class Codec:
@@ -204,7 +214,7 @@ class Codec:
         #: Told of tensors that require gradients and are not among the `differentiable`.
         self.unrecorded: Callable[[Tensor], None] = lambda _tensor: None
         self._reducers = _Reducers(self._reduce_tensor)
-        self._make_pickler = _closure_pickler() if closures else _pickler
+        self._pickler = _closure_pickler() if closures else pickle.Pickler
 
     def teach(
         self,
@@ -221,44 +231,60 @@ class Codec:
 
     def encode(self, value: Any) -> Encoded:
         encoded = Encoded()
-        pieces = [_KNOWN]
-        # One for each value. To use one again its memory has to be cleared, and the interpreter
-        # crashes if the last tensor lets go of its lock then and another thread collects garbage.
-        pickler = self._make_pickler(pieces.append, self._reducers)
-        pickler.memo = _known.memo
         outer, _current.encoding = _current.encoding, encoded
         try:
-            pickler.dump(value)
+            if type(value) is Plain:
+                described = [self._describe(tensor, encoded) for tensor in value.tensors]
+                encoded.payload = marshal.dumps((value.value, described), MARSHAL_VERSION)
+            else:
+                encoded.payload = self._pickle(value)
         except BaseException:
             encoded.tell_passengers(None)
             raise
         finally:
             _current.encoding = outer
-        encoded.payload = b"".join(pieces)
         return encoded
+
+    def _pickle(self, value: Any) -> bytes:
+        # One pickler for each value. To use one again its memory has to be cleared, and if a tensor
+        # that is freed lets go of the interpreter then, a thread that collects garbage crashes.
+        stream = io.BytesIO()
+        stream.write(_KNOWN)
+        pickler = self._pickler(stream, 5)
+        pickler.dispatch_table = self._reducers
+        pickler.memo = _known.memo
+        pickler.dump(value)
+        return stream.getvalue()
+
+    def _describe(self, tensor: Tensor, encoding: Encoded) -> wire_tensors.Described | bytes:
+        """What a plain value has of a tensor: the arguments of `_dense`, or a pickle."""
+        if type(tensor) is Tensor:
+            described = wire_tensors.describe(tensor, encoding.buffers)
+            if described is not None:
+                if tensor.requires_grad:
+                    encoding.differentiable.append(tensor)
+                return described
+        return self._pickle(tensor)
 
     def _reduce_tensor(self, tensor: Tensor) -> Any:
         encoding = _current.encoding
         assert encoding is not None
         kind = type(tensor)
-        if kind is Tensor or kind is torch.nn.Parameter:
-            described = wire_tensors.describe(tensor)
+        if kind is Tensor or kind is _Parameter:
+            reduced: Any = None
+            described = wire_tensors.describe(tensor, encoding.buffers)
             if described is not None:
-                elements, code, shape, flags, *strides = described
-                if flags & _REQUIRES_GRAD:
-                    encoding.differentiable.append(tensor)
-                if type(elements) is not bytearray:
-                    encoding.buffers.append(elements)
-                    described = (_MARK, code, shape, flags, *strides)
-                if kind is Tensor:
-                    return _dense, described
-                return _dense, (*described[:4], *(strides or (None,)), tensor.__dict__)
-            # Of other parameters torch sends the data, which comes by here again.
-            parts = wire_tensors.take_apart(tensor) if kind is Tensor else None
-            if parts is not None:
+                reduced = _dense, described
+                if kind is not Tensor:
+                    reduced = _dense, (*described[:4], *(described[4:] or (None,)), tensor.__dict__)
+            elif kind is Tensor:
+                parts = wire_tensors.take_apart(tensor)
+                reduced = None if parts is None else (_sparse, parts)
+            # (Of other parameters torch sends the data, which comes by here again.)
+            if reduced is not None:
                 if tensor.requires_grad:
                     encoding.differentiable.append(tensor)
-                return _sparse, parts
+                return reduced
         if not tensor.is_cpu and not tensor.is_meta:
             raise EncodingError(
                 f"a tensor on {tensor.device} cannot be sent: move it to the CPU first "
@@ -266,25 +292,26 @@ class Codec:
             )
         if tensor.requires_grad:
             self.unrecorded(tensor)
-        reduced: Any = tensor.__reduce_ex__(5)  # type: ignore[no-untyped-call]
-        return reduced  # subclasses and rare layouts: as torch pickles them
+        # Subclasses and rare layouts: as torch pickles them.
+        return tensor.__reduce_ex__(5)  # type: ignore[no-untyped-call]
 
     def decode(
         self,
         payload: bytes | memoryview,
-        buffers: Sequence[Tensor] = (),
+        buffers: Iterable[Tensor] = (),
         arrival: Callable[[Tensor], Tensor] | None = None,
         *,
         is_call: bool = False,
     ) -> tuple[Any, Decoding]:
-        decoding = Decoding(self, arrival, is_call)
+        if torch.is_inference_mode_enabled():
+            # A thread may decode for others while it is in somebody's inference_mode.
+            with torch.inference_mode(False):
+                return self.decode(payload, buffers, arrival, is_call=is_call)
+        decoding = Decoding(self, buffers, arrival, is_call)
         outer, _current.decoding = _current.decoding, decoding
         try:
-            if torch.is_inference_mode_enabled():
-                # A thread may decode for others while it is in somebody's inference_mode.
-                with torch.inference_mode(False):
-                    return pickle.loads(payload, buffers=buffers), decoding
-            return pickle.loads(payload, buffers=buffers), decoding
+            load = pickle.loads if payload[0] == _KNOWN[0] else _decode_plain
+            return load(payload), decoding
         finally:
             _current.decoding = outer
 
@@ -336,7 +363,7 @@ def _advice(value: Any) -> str:
     return ""
 
 
-def _closure_pickler() -> Callable[[Callable[[bytes], None], _Reducers], pickle.Pickler]:
+def _closure_pickler() -> type[pickle.Pickler]:
     """A pickler that sends lambdas and local functions and classes by value."""
     try:
         import cloudpickle
@@ -346,13 +373,10 @@ def _closure_pickler() -> Callable[[Callable[[bytes], None], _Reducers], pickle.
         ) from error
 
     class ClosurePickler(cloudpickle.Pickler):  # type: ignore[misc]
-        def __init__(self, write: Callable[[bytes], None], reducers: _Reducers):
-            super().__init__(_Writer(write), 5, buffer_callback=_in_stream)
-            self._reducers = reducers
-
         def reducer_override(self, obj: Any) -> Any:
-            if type(obj) in self._reducers or isinstance(obj, Tensor):
-                return self._reducers[type(obj)](obj)
+            reducers = self.dispatch_table
+            if type(obj) in reducers or isinstance(obj, Tensor):
+                return reducers[type(obj)](obj)
             return super().reducer_override(obj)
 
     return ClosurePickler
