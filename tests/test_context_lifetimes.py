@@ -309,3 +309,22 @@ def test_a_call_that_comes_too_late_does_not_keep_what_it_refers_to(trio: list[W
         return not any(any(worker.refs.debug_info().values()) for worker in trio)
 
     until(nothing_held, "the value is gone")
+
+
+def test_what_others_send_in_the_moment_a_pass_begins_is_none_of_its_business(
+    trio: list[Worker], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with autograd.context() as context_id:
+        x = torch.ones(2, requires_grad=True)
+        loss = rpc.rpc_sync("worker1", square, args=(x,)).sum()
+        context = trio[0].contexts.get(context_id)
+        secure = context.secure
+
+        def secure_and_send_more() -> None:
+            """As another thread may between any two instructions of the one that plans."""
+            secure()
+            context.send(1, [torch.ones(2) * x], "something else")
+
+        monkeypatch.setattr(context, "secure", secure_and_send_more)
+        autograd.backward(context_id, [loss])
+        assert torch.equal(autograd.get_gradients(context_id)[x], 2 * x)

@@ -108,8 +108,9 @@ class Context:
     def messages(self) -> tuple[list[Send], list[Recv]]:
         """What has left and what has arrived so far."""
         with self.lock:
-            self.secure()
-            return list(self.sends.values()), list(self.recvs.values())
+            found = list(self.sends.values()), list(self.recvs.values())
+            self.secure()  # afterwards: others may be sending, and what is found must be secured
+            return found
 
     def add_gradients(self, gradients: list[tuple[Tensor, Tensor]]) -> None:
         with self.lock:
