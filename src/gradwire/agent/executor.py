@@ -95,11 +95,14 @@ class Executor:
         """Whether the calling thread still has the lead."""
         return self._leader == get_ident()
 
-    def leave_behind(self, remainder: Callable[[], None] | None) -> None:
-        """Say what the next leader must take up if this thread loses the lead from here on."""
-        member = self._members.get(get_ident())
+    def leave_behind(self, remainder: Callable[[], None] | None) -> bool:
+        """Say what the next leader must take up if this thread loses the lead from here on. False
+        if it has lost the lead already: then nobody takes it up."""
+        me = get_ident()
+        member = self._members.get(me)
         if member is not None:
             member.remainder = remainder
+        return self._leader == me or self.stopped
 
     def run(self, work: Callable[..., None], *args: Any) -> None:
         """Run a user function here and now, or when there is room for it. For the leader."""

@@ -303,7 +303,9 @@ class Link:
         """Complete futures as long as this thread leads; the next leader goes on."""
         executor = self._executor
         while self._answered:
-            executor.leave_behind(self._complete_answered)
+            if not executor.leave_behind(self._complete_answered):
+                executor.post(self._complete_answered)
+                return
             self._complete_next()
             if not executor.leads() and not executor.stopped:
                 return

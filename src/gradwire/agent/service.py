@@ -113,7 +113,6 @@ class Service:
     def _on_readable(self) -> None:
         """Read, and serve what was read, as long as this thread leads. The next leader goes on
         where it stops."""
-        executor = self.agent.executor
         if not self._connection.begin_reading():
             return  # whoever reads will go on, or ask for somebody to
         try:
@@ -122,14 +121,13 @@ class Service:
             self.close()
         finally:
             self._connection.end_reading()
-        if executor.leads():
-            self._serve_inbox()
-        else:
-            executor.post(self._serve_inbox)
+        self._serve_inbox()
 
     def _serve_inbox(self) -> None:
         executor = self.agent.executor
-        executor.leave_behind(self._serve_inbox)
+        if not executor.leave_behind(self._serve_inbox):
+            executor.post(self._serve_inbox)
+            return
         if self._holds:
             self._flush()  # what the leader before held back
         while self._inbox:
