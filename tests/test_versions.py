@@ -18,7 +18,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from gradwire import autograd, current, rpc
-from gradwire.gradients.versions import Version
+from gradwire.gradients.versions import Version, Versions
 from gradwire.optim import DistributedOptimizer, changing, untracked
 from gradwire.testing import cluster
 from gradwire.worker import Worker
@@ -752,3 +752,28 @@ def test_a_view_from_before_a_step_can_be_used_after_it(team: list[Worker]) -> N
     for trainer in (one, other, third):
         trainer.end()
     TURNS.clear()
+
+
+def test_functions_may_end_while_a_parameter_is_changed() -> None:
+    versions, parameter = Versions(), nn.Parameter(torch.ones(3))
+    versions.track([parameter])
+    recordings: dict[Any, Any] = {number: Ending(versions, number) for number in range(3)}
+    versions._recordings = recordings
+    with versions.changing([parameter]):
+        pass
+    assert not versions._recordings
+
+
+class Ending:
+    """A function that ends the moment somebody looks which thread it runs on."""
+
+    def __init__(self, versions: Versions, number: Any):
+        self._versions = versions
+        self._number = number
+
+    def __eq__(self, thread: object) -> bool:
+        del self._versions._recordings[self._number]
+        return True
+
+    def __hash__(self) -> int:
+        raise NotImplementedError

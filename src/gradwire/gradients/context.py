@@ -174,7 +174,7 @@ class Context:
 
     def failures(self) -> tuple[int, ...]:
         """The passes known to have failed."""
-        return tuple(id for id, reason in self._ended.items() if reason is not None)
+        return tuple(id for id, reason in list(self._ended.items()) if reason is not None)
 
     def _check(self) -> None:
         """(What is recorded in the moment of the release goes with the context.)"""

@@ -157,7 +157,7 @@ class Versions:
         """Let torch count, for the sake of what was saved where nobody records."""
         with self._starting:
             me = threading.get_ident()
-            if all(thread == me for thread in self._recordings.values()):
+            if all(thread == me for thread in list(self._recordings.values())):
                 increment_version(parameters)
 
     def _version_in(self, memory: Memory | None) -> Version | None:
