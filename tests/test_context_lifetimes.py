@@ -17,6 +17,8 @@ import torch
 from torch import Tensor
 
 from gradwire import autograd, current, rpc
+from gradwire.agent.link import Link
+from gradwire.agent.service import Request
 from gradwire.errors import GradwireError, WorkerLost
 from gradwire.gradients.engine import TAG
 from gradwire.gradients.family import NO_CHILD
@@ -311,20 +313,35 @@ def test_a_call_that_comes_too_late_does_not_keep_what_it_refers_to(trio: list[W
     until(nothing_held, "the value is gone")
 
 
-def test_what_others_send_in_the_moment_a_pass_begins_is_none_of_its_business(
-    trio: list[Worker], monkeypatch: pytest.MonkeyPatch
+SENT: list[Tensor] = []
+
+
+def double_and_keep(x: Tensor) -> Tensor:
+    SENT.append(2 * x)
+    return SENT[-1]
+
+
+@pytest.mark.parametrize("answers", [False, True])
+def test_what_was_sent_may_be_changed_the_moment_it_has_left(
+    trio: list[Worker], monkeypatch: pytest.MonkeyPatch, answers: bool
 ) -> None:
+    """By whoever got it: with a call of a function that has the same tensor."""
+    kind, name = (Request, "answer_encoded") if answers else (Link, "send")
+    send = getattr(kind, name)
+
+    def send_and_change(*args: Any) -> None:
+        send(*args)
+        while SENT:
+            SENT.pop().mul_(3)
+
+    x = torch.ones(2, requires_grad=True)
     with autograd.context() as context_id:
-        x = torch.ones(2, requires_grad=True)
-        loss = rpc.rpc_sync("worker1", square, args=(x,)).sum()
-        context = trio[0].contexts.get(context_id)
-        secure = context.secure
-
-        def secure_and_send_more() -> None:
-            """As another thread may between any two instructions of the one that plans."""
-            secure()
-            context.send(1, [torch.ones(2) * x], "something else")
-
-        monkeypatch.setattr(context, "secure", secure_and_send_more)
-        autograd.backward(context_id, [loss])
-        assert torch.equal(autograd.get_gradients(context_id)[x], 2 * x)
+        with monkeypatch.context() as patch:
+            patch.setattr(kind, name, send_and_change)
+            if answers:
+                y = rpc.rpc_sync("worker1", double_and_keep, args=(x,))
+            else:
+                y = rpc.rpc_sync("worker1", torch.clone, args=(double_and_keep(x),))
+        assert torch.equal(y, torch.full((2,), 2.0))
+        autograd.backward(context_id, [y.sum()])
+        assert torch.equal(autograd.get_gradients(context_id)[x], torch.full((2,), 2.0))

@@ -50,10 +50,14 @@ class context:
         return self._id
 
     def __exit__(self, *_error: object) -> None:
-        if self._recording is not None:
-            self._recording.__exit__(None, None, None)
-        current_id.reset(self._token)
-        self._worker.engine.release(self._id)
+        try:
+            if self._recording is not None:
+                self._recording.__exit__(None, None, None)
+            current_id.reset(self._token)
+        except ValueError:
+            pass  # it ends elsewhere: with a generator or a task that was never finished
+        finally:
+            self._worker.engine.release(self._id)
 
 
 def backward(

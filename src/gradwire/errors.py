@@ -6,6 +6,7 @@
     ├── NotInitializedError     there is no current worker
     ├── EncodingError           a value cannot be sent; the message names the argument
     ├── UnknownWorkerError      nobody of that name or id is in the group
+    ├── ContextReleased         an autograd context has ended that was to be used
     └── CallError               a call did not give a result; names the worker and the call
         ├── CallTimeout         its deadline passed
         ├── WorkerLost          the worker or the way to it is gone
@@ -36,6 +37,10 @@ class AuthenticationError(SetupError):
 
 class NotInitializedError(GradwireError):
     """A function that needs the current worker was called without one."""
+
+
+class ContextReleased(GradwireError):
+    """An autograd context was released, and something was still to be done in it."""
 
 
 class EncodingError(GradwireError, TypeError):

@@ -145,14 +145,9 @@ class Agent:
         try:
             link = peer.link or self.peers.connect(peer, call.name, call.timeout)
             tags = tags or {}
-            afterwards = []
             for interceptor in self.interceptors:
-                action = interceptor.leaving(peer.info, call.subject, encoded.differentiable, tags)
-                if action is not None:
-                    afterwards.append(action)
+                interceptor.leaving(peer.info, call.subject, encoded.differentiable, tags)
             link.send(call, encoded, tags)
-            for action in afterwards:
-                action()
             return link
         except BaseException:
             encoded.tell_passengers(None)

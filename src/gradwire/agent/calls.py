@@ -102,14 +102,9 @@ class Calls:
             request.fail(error, "sending the result")
             return
         tags: Tags = {}
-        afterwards = []
         for interceptor in self._agent.interceptors:
-            action = interceptor.answering(request, encoded.differentiable, tags)
-            if action is not None:
-                afterwards.append(action)
+            interceptor.answering(request, encoded.differentiable, tags)
         request.answer_encoded(encoded, tags)
-        for action in afterwards:
-            action()
 
 
 class _Run:

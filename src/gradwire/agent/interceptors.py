@@ -12,8 +12,6 @@ from gradwire.agent.service import Request
 from gradwire.ids import WorkerInfo
 from gradwire.wire.messages import Tags
 
-#: Done once a message has left, while others work.
-Afterwards = Callable[[], None]
 #: Takes a tensor that was received and requires gradients, gives the one to use in its place.
 Arrival = Callable[[Tensor], Tensor]
 
@@ -28,13 +26,12 @@ class Interceptor:
 
     def leaving(
         self,
-        to: WorkerInfo,  # noqa: ARG002
-        what: Any,  # noqa: ARG002
-        tensors: Sequence[Tensor],  # noqa: ARG002
-        tags: Tags,  # noqa: ARG002
-    ) -> Afterwards | None:
+        to: WorkerInfo,
+        what: Any,
+        tensors: Sequence[Tensor],
+        tags: Tags,
+    ) -> None:
         """A call of `what` is about to leave."""
-        return None
 
     def arriving(self, sender: int, tags: Tags) -> Arrival | None:  # noqa: ARG002
         """A call or a result with tags has arrived from a worker and is about to be decoded."""
@@ -47,9 +44,8 @@ class Interceptor:
 
     def answering(
         self,
-        request: Request,  # noqa: ARG002
-        tensors: Sequence[Tensor],  # noqa: ARG002
-        tags: Tags,  # noqa: ARG002
-    ) -> Afterwards | None:
+        request: Request,
+        tensors: Sequence[Tensor],
+        tags: Tags,
+    ) -> None:
         """The result of a call is about to leave."""
-        return None

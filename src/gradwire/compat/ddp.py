@@ -9,6 +9,7 @@ that torch accumulates at the end of a pass; see `gradwire.gradients.accumulatio
 from __future__ import annotations
 
 import functools
+import threading
 import weakref
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
@@ -25,10 +26,12 @@ from gradwire.ids import INTO_GRAD
 
 #: Of every module that was used here.
 _groups: weakref.WeakKeyDictionary[DistributedDataParallel, Averaged] = weakref.WeakKeyDictionary()
+_changing = threading.RLock()
 
 
 def averaged_parameters() -> Collection[Group]:
-    return list(_groups.values())
+    with _changing:
+        return list(_groups.values())
 
 
 class Averaged(Group):
@@ -98,12 +101,13 @@ def _in_a_context() -> bool:
 def _group_of(module: Any) -> Averaged:
     if _in_a_context():
         _check(module)
-    found = _groups.get(module)
-    if found is None:
-        found = Averaged(module)
-        _forget_groups_with(found.leaves)
-        _groups[module] = found
-    return found
+    with _changing:
+        found = _groups.get(module)
+        if found is None:
+            found = Averaged(module)
+            _forget_groups_with(found.leaves)
+            _groups[module] = found
+        return found
 
 
 def _forget_groups_with(leaves: Sequence[Tensor]) -> None:

@@ -28,10 +28,10 @@ class DistAutogradContext:
         return set(self._context.known)
 
     def _send_functions(self) -> dict[int, Any]:
-        return {id: SendNode(self._context, send) for id, send in self._context.sends.items()}
+        return {send.id: SendNode(self._context, send) for send in self._context.messages()[0]}
 
     def _recv_functions(self) -> dict[int, Any]:
-        return {id: RecvNode(recv) for id, recv in self._context.recvs.items()}
+        return {recv.id: RecvNode(recv) for recv in self._context.messages()[1]}
 
 
 class SendNode:

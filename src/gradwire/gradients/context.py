@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from gradwire.errors import GradwireError, WorkerLost
+from gradwire.errors import ContextReleased, GradwireError, WorkerLost
 from gradwire.gradients.functions import Recv, Send
 from gradwire.ids import COUNTER_MASK, INTO_GRAD, IdSource
 
@@ -58,8 +58,6 @@ class Context:
         self.lock = threading.RLock()
         self.sends: dict[int, Send] = {}
         self.recvs: dict[int, Recv] = {}
-        #: The sends that are not secured yet.
-        self._leaving: list[Send] = []
         #: The workers this one has exchanged messages with in this context.
         self.known: set[int] = set()
         self._gradients: GradientSums = {}
@@ -76,23 +74,15 @@ class Context:
         self.released = False
 
     def send(self, to: int, tensors: Sequence[Tensor], about: Any) -> int:
-        """Record a message that leaves; returns its id, 0 if it has nothing to differentiate. Call
-        `secure` when it has left."""
+        """Record a message that leaves; returns its id, 0 if it has nothing to differentiate."""
         self.known.add(to)
+        if self.released:  # now: nobody else would tell that worker of the end
+            self._check()
         if not tensors:
             return 0
-        if self.released:
-            self._check()
         send = Send(self._messages.next(), to, tensors, about)
-        self._leaving.append(send)
         self.sends[send.id] = send
         return send.id
-
-    def secure(self) -> None:
-        """Messages have left: see to what they have left behind."""
-        with self.lock:
-            while self._leaving:
-                self._leaving.pop().secure()
 
     def receive(self, id: int, sender: int) -> Callable[[Tensor], Tensor] | None:
         """Record a message that arrives; returns what its tensors that require gradients must go
@@ -107,10 +97,7 @@ class Context:
 
     def messages(self) -> tuple[list[Send], list[Recv]]:
         """What has left and what has arrived so far."""
-        with self.lock:
-            found = list(self.sends.values()), list(self.recvs.values())
-            self.secure()  # afterwards: others may be sending, and what is found must be secured
-            return found
+        return list(self.sends.values()), list(self.recvs.values())
 
     def add_gradients(self, gradients: list[tuple[Tensor, Tensor]]) -> None:
         with self.lock:
@@ -179,16 +166,21 @@ class Context:
     def _check(self) -> None:
         """(What is recorded in the moment of the release goes with the context.)"""
         if self.released:
-            raise GradwireError(f"autograd context {self.id} was released while it was in use")
+            raise ContextReleased(f"autograd context {self.id} was released while it was in use")
 
     def release(self) -> set[int]:
         """Let go of everything; returns the workers to tell."""
         with self.lock:
             self.released = True
-            # Of those whose part here is done it may not be known how they have ended.
+            # Of others whose part here is done it may not be known how they have ended; one that
+            # was started here is about to succeed.
             unfinished = [found for found in self.passes.values() if not found.finished]
-            self.passes = {found.id: found for found in unfinished}
-            self.sends, self.recvs, self._leaving, self._gradients = {}, {}, [], {}
+            self.passes = {
+                id: found
+                for id, found in self.passes.items()
+                if not found.finished or found.started_here
+            }
+            self.sends, self.recvs, self._gradients = {}, {}, {}
             self.writers.clear()
             known = set(self.known)
         for running in unfinished:
@@ -246,7 +238,8 @@ class Contexts:
         self._messages = IdSource(worker_id)
         self._messages.next()  # 0 means: nothing to differentiate
         self.max_id = worker_id << 48 | COUNTER_MASK
-        self._lock = threading.Lock()
+        #: (The garbage collector may release a context wherever something is made.)
+        self._lock = threading.RLock()
         self._contexts: dict[int, Context] = {}
         self._released: OrderedDict[int, None] = OrderedDict()
 
@@ -285,7 +278,7 @@ class Contexts:
 
     def _check_not_released(self, id: int) -> None:
         if id in self._released:
-            raise GradwireError(f"autograd context {id} was released already")
+            raise ContextReleased(f"autograd context {id} was released already")
 
     def release(self, id: int) -> set[int]:
         """Forget a context; returns the workers that must be told."""

@@ -52,7 +52,8 @@ class Engine:
         self.versions = versions
         self._contexts = contexts
         self._ids = IdSource(agent.info.id)
-        self._lock = threading.Lock()
+        #: (The garbage collector may release a context wherever something is made.)
+        self._lock = threading.RLock()
         #: Per worker, released contexts to tell it of: with the next call, and for certain.
         self.released_for: dict[int, list[int]] = {}
         self._unconfirmed: dict[int, list[int]] = {}
@@ -84,6 +85,7 @@ class Engine:
             return self.succeed(started)
         except BaseException as error:
             started.fail(error)
+            started.wait_until_told(time.monotonic() + _UNDOING_SECONDS)
             if started.changes_grad:
                 started.wait_until_undone(time.monotonic() + _UNDOING_SECONDS)
             raise
@@ -158,13 +160,12 @@ class Engine:
         """Gradients that have a history are a differentiable message like any other."""
         tags: Tags = {}
         self.tag(tags, about.context, worker, "the backward pass", encoded.differentiable)
-        about.context.secure()
         return tags
 
     def tag(
         self, tags: Tags, context: Context, to: int, about: Any, tensors: Sequence[Tensor]
     ) -> None:
-        """Record a message that leaves, and have it say so. When it has left, `context.secure`."""
+        """Record a message that leaves, and have it say so."""
         message = context.send(to, tensors, about)
         released = self._take_released(to) if to in self.released_for else ()
         mode = torch.is_grad_enabled()
@@ -254,7 +255,13 @@ class Engine:
             request.answer(False)
             return
         if reason is None:
-            request.answer(context.has_succeeded(pass_id))
+            aside = self.agent.executor.step_aside()  # it may just be ending
+            try:
+                succeeded = context.has_succeeded(pass_id)
+            finally:
+                if aside:
+                    self.agent.executor.step_back()
+            request.answer(succeeded)
             return
         request.answer(None)
         with context.lock:
@@ -348,7 +355,7 @@ class Engine:
         context = self._contexts.find(request.decode())
         if context is not None:
             context.known.add(request.caller.id)
-        request.answer(context is not None)
+        request.answer(context is not None and not context.released)
 
     def _join(self, context: Context) -> None:
         """Hear of the end of a context from its creator, now that whoever told us of it is gone."""

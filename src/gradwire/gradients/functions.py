@@ -78,8 +78,8 @@ _REST = (None,) * (len(GradientEdge._fields) - 2)
 
 
 class Send:
-    """A differentiable message that leaves. Its ends are made when it has left (`secure`): others
-    work on it meanwhile."""
+    """A differentiable message that leaves. Its ends are made before it does: who receives it may
+    call for a change of the very tensors that were sent."""
 
     __slots__ = ("about", "ends", "id", "to")
 
@@ -88,12 +88,7 @@ class Send:
         self.to = to
         #: What has answered, or in a tuple what was called; for errors.
         self.about = about
-        #: Until then the tensors themselves.
-        self.ends = tensors
-
-    def secure(self) -> None:
-        """Make the ends; before anybody may change the tensors, or needs the ends."""
-        tensors, self.ends = self.ends, []
+        self.ends: list[Tensor] = []
         for tensor in tensors:
             end = tensor
             if not tensor.is_leaf:

@@ -40,7 +40,7 @@ from gradwire.agent.exceptions import add_note
 from gradwire.agent.futures import Future
 from gradwire.agent.opencall import OpenCall
 from gradwire.agent.service import Request
-from gradwire.errors import CallTimeout, GradwireError
+from gradwire.errors import CallTimeout, ContextReleased, GradwireError
 from gradwire.gradients.accumulation import Group, accumulate, touched
 from gradwire.gradients.context import Context, add_up
 from gradwire.gradients.functions import Gradient, Gradients, Send, SentTensor
@@ -74,6 +74,8 @@ class Pass:
         self.error: BaseException | None = None
         self._over = False
         self._committed = False
+        #: All who know of it have been told of its failure.
+        self._failure_told = False
         #: Messages whose answers threads wait for.
         self._asked: set[OpenCall] = set()
         #: Regions that are being run.
@@ -89,6 +91,10 @@ class Pass:
     def changes_grad(self) -> bool:
         """Whether it changes `.grad` here, if only for a while."""
         return self._into_grad or bool(self._reached)
+
+    @property
+    def started_here(self) -> bool:
+        return self._ledger.family.parent is None
 
     @property
     def finished(self) -> bool:
@@ -349,15 +355,22 @@ class Pass:
             worker, first, news = last
             answer = self._engine.ask(self, worker, news)
         except BaseException as error:
-            self.fail(error)
+            self._fail_unless_over(error)
             return False
         self.take(worker, answer, was_told=first)
         return True
 
+    def _fail_unless_over(self, error: BaseException) -> None:
+        """Something could not be told. If it is that others are done with the context, and so is
+        this worker with its part, then all has gone well."""
+        if self.finished and isinstance(error, ContextReleased):
+            return
+        self.fail(error)
+
     def _hear_later(self, worker: int, was_told: bool, future: Future[Any]) -> None:
         error = future.exception()
         if error is not None:
-            self.fail(error)
+            self._fail_unless_over(error)
         else:
             self.take(worker, restored(*future.value()), was_told=was_told)
             self._drive_elsewhere()  # this thread may be in the middle of something
@@ -441,8 +454,19 @@ class Pass:
             self._ledger.staged = []
             self._undo_if_failed()
             self._notify()
-        self._give_up_asking()
-        self._engine.fail(self, error)
+        try:
+            self._give_up_asking()
+            self._engine.fail(self, error)
+        finally:
+            with self._lock:
+                self._failure_told = True
+                self._notify()
+
+    def wait_until_told(self, deadline: float) -> None:
+        """Wait for the thread that found out about the failure of the pass, and tells others. Who
+        learns of the failure may begin anew, and they must not hear of that first."""
+        with self._lock:
+            self._wait_for(lambda: self._failure_told or self.error is None, deadline)
 
     def hear(self, call: OpenCall) -> Any:
         """Wait for the answer to a message, unless the pass fails first."""

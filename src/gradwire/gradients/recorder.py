@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gradwire.agent.interceptors import Afterwards, Arrival, Interceptor
+from gradwire.agent.interceptors import Arrival, Interceptor
 from gradwire.agent.service import Request
 from gradwire.errors import EncodingError
 from gradwire.gradients.context import Contexts, current_id
@@ -30,16 +30,12 @@ class Recorder(Interceptor):
         self._engine = engine
         engine.agent.codec.unrecorded = _refuse
 
-    def leaving(
-        self, to: WorkerInfo, what: Any, tensors: Sequence[Tensor], tags: Tags
-    ) -> Afterwards | None:
+    def leaving(self, to: WorkerInfo, what: Any, tensors: Sequence[Tensor], tags: Tags) -> None:
         id = current_id.get()
-        if id is None:
-            return None
-        context = self._contexts.get_or_create(id)
-        # What runs elsewhere is told by a tuple from what has run here.
-        self._engine.tag(tags, context, to.id, (what,), tensors)
-        return context.secure if tensors else None
+        if id is not None:
+            context = self._contexts.get_or_create(id)
+            # What runs elsewhere is told by a tuple from what has run here.
+            self._engine.tag(tags, context, to.id, (what,), tensors)
 
     def arriving(self, sender: int, tags: Tags) -> Arrival | None:
         tag: Tag | None = tags.get(TAG)
@@ -63,15 +59,11 @@ class Recorder(Interceptor):
         current_id.set(id)
         return recording if grad_enabled else _no_grad(recording)
 
-    def answering(
-        self, request: Request, tensors: Sequence[Tensor], tags: Tags
-    ) -> Afterwards | None:
+    def answering(self, request: Request, tensors: Sequence[Tensor], tags: Tags) -> None:
         tag = request.tags and request.tags.get(TAG)
-        if not tag:
-            return None
-        context = self._contexts.get_or_create(tag[0])
-        self._engine.tag(tags, context, request.caller.id, request.subject, tensors)
-        return context.secure if tensors else None
+        if tag:
+            context = self._contexts.get_or_create(tag[0])
+            self._engine.tag(tags, context, request.caller.id, request.subject, tensors)
 
 
 @contextmanager

@@ -118,13 +118,18 @@ class Versions:
         if entry.memory != memory:  # it is new, or was given other memory
             entry.stays = memory in self._versions or must_stay(parameter)
             entry.left.clear()
-            self._versions.pop(entry.memory, None)
+            before, entry.memory = entry.memory, memory
             self._versions.setdefault(memory)
-            entry.memory = memory
+            self._leave(before)
         return entry
 
     def _forget(self, id: int, _parameter: weakref.ref[Tensor]) -> None:
-        self._versions.pop(self._tracked.pop(id).memory, None)
+        self._leave(self._tracked.pop(id).memory)
+
+    def _leave(self, memory: Memory | None) -> None:
+        """A parameter is not in that memory any more; another one may be."""
+        if all(entry.memory != memory for entry in list(self._tracked.values())):
+            self._versions.pop(memory, None)  # type: ignore[arg-type]
 
     def _put_aside(self, parameter: Tensor, entry: _Tracked) -> None:
         free = trim(entry.left)
@@ -203,8 +208,8 @@ class _Recording(saved_tensors_hooks):
         super().__enter__()
 
     def __exit__(self, *error: object) -> None:
-        super().__exit__(*error)
-        del self._versions._recordings[self]
+        if self._versions._recordings.pop(self) == threading.get_ident():
+            super().__exit__(*error)  # else it ends elsewhere: those are hooks of somebody else
 
 
 def unpack(saved: Saved) -> Tensor:

@@ -43,7 +43,7 @@ from gradwire.compat.rpc.backend_registry import (
 )
 from gradwire.compat.rpc.constants import UNSET_RPC_TIMEOUT
 from gradwire.compat.rpc.options import RpcBackendOptions, TensorPipeRpcBackendOptions
-from gradwire.compat.rpc.rref import users
+from gradwire.compat.rpc.rref import users_now
 from gradwire.config import Options
 from gradwire.ids import WorkerInfo
 
@@ -157,7 +157,7 @@ def _rref_context_get_debug_info() -> dict[str, str]:
     numbers = {
         "num_owner_rrefs": counts["num_owner_rrefs"],
         "num_forks": counts["num_forks"],
-        "num_pending_users": sum(rref.is_pending() for rref in list(users)),
+        "num_pending_users": sum(rref.is_pending() for rref in users_now()),
         "num_pending_futures": counts["num_pending_messages"],
     }
     return {key: str(number) for key, number in numbers.items()}

@@ -28,7 +28,7 @@ from gradwire.compat.rpc.agents import (
 from gradwire.compat.rpc.constants import DEFAULT_SHUTDOWN_TIMEOUT, UNSET_RPC_TIMEOUT
 from gradwire.compat.rpc.gathering import AllGatherStates, Gatherings
 from gradwire.compat.rpc.internal import RPCExecMode, _internal_rpc_pickler, _recorded
-from gradwire.compat.rpc.rref import RRef, users
+from gradwire.compat.rpc.rref import RRef, users, users_now
 from gradwire.ids import WorkerInfo
 
 __all__ = [
@@ -244,7 +244,7 @@ def _delete_all_user_and_unforked_owner_rrefs(
 
     # The owner keeps a value for us until it knows of those we have sent our reference to.
     wait_for_none("num_pending_children")
-    for rref in list(users):
+    for rref in users_now():
         users.discard(rref)
         rref.let_go()
     wait_for_none("num_pending_messages")

@@ -60,7 +60,8 @@ class Gatherings:
         with self._lock:
             state = self._states[id]
         state.proceed_signal.wait(timeout or SHUTDOWN_SECONDS)
-        return state.gathered_objects
+        with self._lock:  # some may still come
+            return dict(state.gathered_objects)
 
     def end(self, id: str) -> None:
         with self._lock:

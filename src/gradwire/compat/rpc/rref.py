@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import weakref
 from typing import Any, TypeVar
 
@@ -18,6 +19,13 @@ T = TypeVar("T")
 
 #: The references of this process to values on other workers.
 users: weakref.WeakSet[RRef[Any]] = weakref.WeakSet()
+_adding = threading.RLock()
+
+
+def users_now() -> list[RRef[Any]]:
+    """Those there are; others may come and go meanwhile."""
+    with _adding:
+        return list(users)
 
 
 class RRef(_RRef[T]):
@@ -36,7 +44,8 @@ class RRef(_RRef[T]):
         super()._set_up(*args)
         self._created = self._confirmation
         if not self.is_owner():
-            users.add(self)
+            with _adding:
+                users.add(self)
 
     # -- its life
 
@@ -83,20 +92,21 @@ class RRef(_RRef[T]):
 
     def _get_type(self, timeout: float = UNSET_RPC_TIMEOUT, blocking: bool = True) -> Any:
         """The type of the value, or a future of it. It is asked for once."""
-        if self._type is None:
+        asked = self._type
+        if asked is None:
             if self.is_owner():
-                self._type = _done(type(self.local_value()))
+                asked = self._type = _done(type(self.local_value()))
             else:
                 worker, function = current.worker(), _rref_typeof_on_owner
                 with _recorded(RPCExecMode.ASYNC, function, self._owner):
                     asked = worker.rpc_async(self._owner, function, (self,), timeout=timeout)
+                if blocking:
+                    asked.wait()
+                self._type = asked
                 if not blocking:
                     asked.expect_failure()
                     asked.add_done_callback(self._forget_failure)
-                else:
-                    asked.wait()
-                self._type = asked
-        return self._type.wait() if blocking else self._type
+        return asked.wait() if blocking else asked
 
     def _forget_failure(self, asked: Any) -> None:
         if asked.exception() is not None:
