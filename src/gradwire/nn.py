@@ -292,8 +292,9 @@ def _tell(module_rref: RRef[nn.Module], method: str, value: bool) -> None:
 
 
 def _state_of(module_rref: RRef[nn.Module]) -> tuple[dict[str, Any], dict[str, Any]]:
+    # The tensors themselves; and not under the lock, for a module inside may be on any worker.
+    state = module_rref.local_value().state_dict(keep_vars=True)
     with current.worker().versions.lock:
-        state = module_rref.local_value().state_dict()
         return copied(dict(state)), dict(getattr(state, "_metadata", {}))
 
 

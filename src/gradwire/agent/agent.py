@@ -6,6 +6,7 @@ user's thread) and `serve` (from the executor's leader); everything else is abou
 
 from __future__ import annotations
 
+import contextlib
 import contextvars
 import logging
 import secrets
@@ -77,9 +78,13 @@ class Agent:
         self._handlers: dict[int, tuple[Handler, bool]] = {}
         self._services: set[Service] = set()
         self._listeners: list[Any] = []
-        self._lock = threading.Lock()
+        #: (Reentrant, as all that are held while something is made: the garbage collector may run
+        #: there, and functions of users that make calls.)
+        self._lock = threading.RLock()
         #: Calls exchanged over connections that are no more; None when some may have been lost.
         self._past: tuple[int, int] | None = (0, 0)
+        #: What is sent until it is answered, and was not yet.
+        self._insisting: set[Future[Any]] = set()
         self._closing = False
         self._next_trim = 0.0
         self.member: Member | None = None
@@ -213,6 +218,8 @@ class Agent:
         assert kind in RETRIED, f"{kind.name} must not be sent twice"
         outcome: Future[Any] = Future(None, f"{kind.name} to worker {to.name!r}")
         outcome.expect_failure()  # whoever needs the answer looks
+        self._insisting.add(outcome)
+        outcome.at_once(self._insisting.discard)
         self._try(outcome, to, kind, value, 0)
         return outcome
 
@@ -220,6 +227,8 @@ class Agent:
         self, outcome: Future[Any], to: WorkerInfo, kind: Kind, value: Any, attempt: int
     ) -> None:
         def settle(future: Future[Any]) -> None:
+            if outcome.done():
+                return  # it was given up
             error = future.exception()
             if error is None:
                 outcome.set_result(future.value())
@@ -235,6 +244,12 @@ class Agent:
             self.request(to, kind, value, self.options.heartbeat_limit).add_done_callback(settle)
         except Exception as error:
             outcome.set_exception(error)
+
+    def _give_up_insisting(self) -> None:
+        """Nothing is sent again any more."""
+        for outcome in list(self._insisting):
+            with contextlib.suppress(RuntimeError):  # it was answered this very moment
+                outcome.set_exception(ShutDownError("this worker was shut down"))
 
     def _open_reply(self, call: OpenCall) -> tuple[Any, list[Any]]:
         """The value in the reply to a call, and what must be waited for before it is used."""
@@ -425,15 +440,15 @@ class Agent:
             silence = now - link.last_sign
             # Counted from the question: this process may have been the one that was asleep.
             patience = self.options.heartbeat_limit - self.options.heartbeat_interval
-            if link.asked_at is not None and now - link.asked_at >= patience:
+            asked_at = link.asked_at
+            if asked_at is not None and now - asked_at >= patience:
                 link.end(
                     f"it has given no sign of life for {silence:.1f} s; it may be frozen, or its "
                     "machine may be gone"
                 )
             elif silence >= self.options.heartbeat_interval:
                 link.ask_for_sign()
-                if link.asked_at is not None:
-                    due = min(due, link.asked_at + patience)
+                due = min(due, (link.asked_at or now) + patience)
         if now >= self._next_trim:
             self._next_trim = now + self.options.heartbeat_interval
             self._trim()
@@ -496,17 +511,19 @@ class Agent:
         self.peers.closed = True
         for listener in self._listeners:
             listener.close()
-        for link in self.peers.links():
+        links = self.peers.links()
+        for link in links:
             link.say_farewell()
             link.end("this worker was shut down", leaving=True)
         for service in services:
             service.say_farewell()
             service.close()
         stuck = self.executor.stop(deadline)
-        for link in self.peers.links():  # made, or settled, while the others were ended
+        for link in {*links, *self.peers.links()}:  # made, or settled, while others were ended
             link.end("this worker was shut down", leaving=True)
             link.drain()
         self.clock.stop()
+        self._give_up_insisting()
         if self.member is not None:
             self.roster.leave(self.member)
         if stuck:

@@ -35,7 +35,7 @@ class Clock:
         self._housekeeping = housekeeping
         self._timers: list[tuple[float, int, Callable[[], None]]] = []
         self._serial = itertools.count()
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
         #: Free when the thread is to look again. (An event takes the interpreter ten times as long
         #: from the threads that work, every time it is waited for.)
         self._bell = threading.Lock()

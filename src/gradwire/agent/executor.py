@@ -62,6 +62,7 @@ class Executor:
         self._resting: list[_Member] = []
         self._threads: set[threading.Thread] = set()
         self._started = 0
+        self._short_of_threads = False
         self._leader = 0
         self._busy = False
         self._step = self._step_seen = 0
@@ -76,7 +77,8 @@ class Executor:
 
     def start(self) -> None:
         with self._lock:
-            self._appoint()
+            if not self._appoint():
+                raise RuntimeError("no thread can be started to serve calls")
 
     def submit(self, work: Callable[[], None]) -> None:
         """Run a user function soon, on a thread of the crew."""
@@ -172,31 +174,41 @@ class Executor:
 
     def _release_lead(self, *, count: bool) -> None:
         member = self._members[self._leader]
+        if not self._appoint():
+            return  # it keeps the lead; the watch tries again
         if count:
             member.counted = True
             self._counted += 1
         if member.remainder is not None:
             self._poller.post(member.remainder)
-        self._appoint()
 
-    def _appoint(self) -> None:
-        """Make a resting thread the leader, or a new one."""
-        self._busy = False
+    def _appoint(self) -> bool:
+        """Make a resting thread the leader, or a new one. False: there is none to be had."""
         if self.stopped:
             self._leader = 0
-            return
-        if self._resting:
+        elif self._resting:
             member = self._resting.pop()
             self._leader = member.ident
             member.call.release()
-            return
-        self._leader = 0
-        self._started += 1
-        thread = threading.Thread(
-            target=self._live, name=f"gradwire-{self._name}-{self._started}", daemon=True
-        )
-        self._threads.add(thread)
-        thread.start()
+        else:
+            thread = threading.Thread(
+                target=self._live, name=f"gradwire-{self._name}-{self._started}", daemon=True
+            )
+            leader, self._leader = self._leader, 0
+            self._threads.add(thread)
+            try:
+                thread.start()
+            except RuntimeError:  # there are too many threads
+                if not self._short_of_threads:
+                    logger.warning("gradwire worker %s: no thread can be started", self._name)
+                self._short_of_threads = True
+                self._threads.discard(thread)
+                self._leader = leader
+                return False
+            self._short_of_threads = False
+            self._started += 1
+        self._busy = False
+        return True
 
     def _live(self) -> None:
         member = _Member()
@@ -226,6 +238,8 @@ class Executor:
                     return True
                 self._busy = False
                 member.remainder = None
+                if member.counted:  # it stepped aside, and there was nobody to take the lead
+                    self._uncount(member)
             callback = poller.next()
             if callback is None:
                 continue

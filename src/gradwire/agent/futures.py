@@ -50,6 +50,8 @@ class Future(torch.futures.Future, Generic[T]):  # type: ignore[type-arg]
         self._name = name
         self._callbacks: deque[Callable[[], None]] = deque()
         self._hooks: deque[Callable[[], None]] = deque()
+        #: Empty once somebody completes it.
+        self._open = [True]
 
     def wait(self) -> T:
         """Block until the future is done; return its value or raise its error."""
@@ -69,6 +71,10 @@ class Future(torch.futures.Future, Generic[T]):  # type: ignore[type-arg]
 
     def complete(self, value: Any, error: BaseException | None) -> None:
         """Complete the future; its callbacks wait for `run_callbacks`."""
+        try:
+            self._open.pop()  # of several threads one gets it
+        except IndexError:
+            raise RuntimeError(f"the future of {self._name} is done already") from None
         if error is not None:
             self._failure = _Failure(error)
             # C++ callers, `torch.futures.wait_all` among them, look at the value through this too.
@@ -91,13 +97,13 @@ class Future(torch.futures.Future, Generic[T]):  # type: ignore[type-arg]
         return bool(self._callbacks)
 
     def run_callbacks(self) -> None:
-        """Call those who asked to be called, each once."""
-        _run_all(self._callbacks)
+        """Call those who asked to be called, each once; if the future is done."""
+        if self.done():
+            _run_all(self._callbacks)
 
     def _call_when_done(self, callback: Callable[[], None]) -> None:
         self._callbacks.append(callback)
-        if self.done():
-            self.run_callbacks()
+        self.run_callbacks()
 
     def exception(self) -> BaseException | None:
         """The error of a future that is done; None when it has a value."""
@@ -136,7 +142,7 @@ class Future(torch.futures.Future, Generic[T]):  # type: ignore[type-arg]
         def run() -> None:
             try:
                 context.run(callback, self)
-            except Exception:
+            except BaseException:  # an exit, too: who calls back has others to call
                 logger.exception("error in a callback of %s", self._name)
 
         self._call_when_done(run)

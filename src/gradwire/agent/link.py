@@ -37,7 +37,7 @@ _GATHER_SECONDS = 100e-6
 class Link:
     """One connection, used for calls from here to there."""
 
-    _gates = threading.Lock()
+    _gates = threading.RLock()
 
     def __init__(
         self,
@@ -98,9 +98,9 @@ class Link:
             pack(call.kind, call.id, encoded.payload, tags, references=bool(encoded.passengers)),
             encoded.buffers,
         )
-        self._open[call.id] = call
-        self._due(call.deadline)
         try:
+            self._open[call.id] = call
+            self._due(call.deadline)
             # One of many: it can wait for the next ones, and travel with them.
             held = len(self._open) > _MANY and call.future and self.connection.hold(frame)
             if not held:
@@ -113,8 +113,9 @@ class Link:
         except ConnectionClosed as closed:
             untouched = self._open.pop(call.id, None) is not None
             self.end(str(closed))
-            if not untouched:
-                return  # its deadline, or whoever noticed first, has settled it
+            if not untouched:  # its deadline, or whoever noticed first, has settled it
+                encoded.tell_passengers(self.to)
+                return
             raise WorkerLost(
                 f"{call.name} could not be sent to worker {self.to.name!r}: {closed}. "
                 "It has not run there",
@@ -195,12 +196,12 @@ class Link:
     def _read_answer_of(self, call: OpenCall) -> None:
         """Read until a call is settled by somebody, at best by its own answer. This thread has
         the right to read."""
-        self._caller_reads = True
-        if self._armed:
-            self._armed = False
-            self.connection.disarm()
         mine = False
         try:
+            self._caller_reads = True
+            if self._armed:
+                self._armed = False
+                self.connection.disarm()
             while not mine and call.id in self._open:
                 left = call.deadline - time.monotonic()
                 if self.connection.wait(None if left == FOREVER else left):
@@ -321,7 +322,7 @@ class Link:
         """Nothing is expected: only notice when the other end goes away."""
         self._event_spent = self._armed = False
         self.connection.disarm()
-        if self._open:  # a call that left meanwhile counted on what was just undone
+        if self._open or self._late:  # a call that left meanwhile counted on what was just undone
             self._arm()
 
     def _finish(self, call: OpenCall) -> None:
@@ -392,11 +393,13 @@ class Link:
             self.end_reason = reason
             self.farewell |= leaving
             self._leaving = leaving
-        self.connection.close()
-        self._ended(self)
-        self._fail_all(reason)
-        if leaving:
-            self.drain()
+        try:
+            self.connection.close()
+            self._ended(self)
+        finally:
+            self._fail_all(reason)
+            if leaving:
+                self.drain()
 
     def drain(self) -> None:
         """Complete what is settled, here and now: the executor does not any more."""
@@ -418,7 +421,11 @@ class Link:
         for call in list(self._open.values()):
             self._fail(call, lambda call=call: self._loss(call, reason))  # type: ignore[misc]
         while self._late:
-            self._tell_lost(self._late.popitem()[1])
+            try:
+                _, passengers = self._late.popitem()
+            except KeyError:
+                break  # another thread was faster
+            self._tell_lost(passengers)
 
     def _loss(self, call: OpenCall, reason: str) -> CallError:
         if self._leaving:

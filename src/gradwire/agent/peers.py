@@ -47,7 +47,7 @@ class Peers:
         self._transports = {transport.name: transport for transport in transports}
         self._make_link = make_link
         self._patience = min(CONNECT_SECONDS, max(1.0, patience))
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
         self._by_name: dict[str, Peer] = {}
         self._by_id: dict[int, Peer] = {}
         self.me = Greeting(-1, "", "")
@@ -83,7 +83,7 @@ class Peers:
 
     def links(self) -> list[Link]:
         with self._lock:
-            return [peer.link for peer in self._by_id.values() if peer.link is not None]
+            return [link for peer in self._by_id.values() if (link := peer.link) is not None]
 
     def connect(self, peer: Peer, call: str, timeout: float) -> Link:
         """The link to a peer, connecting first if need be. Raises WorkerLost; or CallTimeout, if it
@@ -100,14 +100,16 @@ class Peers:
                     call=call,
                     may_have_run=False,
                 )
-            if peer.link is None:
+            link = peer.link
+            if link is None:
                 connection = self._open(peer, call, deadline, timeout)
                 link = self._make_link(peer, connection)
-                peer.link = link
+                with self._lock:  # it may have been forgotten when another attempt failed
+                    self._by_id[peer.info.id] = self._by_name[peer.info.name] = peer
+                    peer.link = link
                 if link.end_reason is not None:
                     peer.link = None  # it ended before anybody could see that it was there
-                return link
-            return peer.link
+            return link
         finally:
             peer.connecting.release()
 
@@ -134,8 +136,10 @@ class Peers:
         """In an open group: look a worker up again next time, it may have left or come back."""
         if not self._roster.fixed:
             with self._lock:
-                self._by_id.pop(peer.info.id, None)
-                self._by_name.pop(peer.info.name, None)
+                if self._by_id.get(peer.info.id) is peer:
+                    del self._by_id[peer.info.id]
+                if self._by_name.get(peer.info.name) is peer:
+                    del self._by_name[peer.info.name]
 
     def _unreachable(
         self, peer: Peer, call: str, reasons: list[str], deadline: float, timeout: float

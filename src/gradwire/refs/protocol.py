@@ -20,6 +20,7 @@ nothing any more: its forks are deleted, and nobody waits for its acceptance.
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import weakref
 from collections import deque
@@ -59,7 +60,10 @@ class Refs:
         self._ids = IdSource(agent.info.id)
         self.me = agent.info
         self.table = Table()
-        self._lock = threading.Lock()
+        #: (The garbage collector may run wherever something is made, and send references.)
+        self._lock = threading.RLock()
+        #: The workers that are gone.
+        self._gone: set[int] = set()
         #: Our own references that must not go before a fork made of them is known to the owner:
         #: fork -> (reference, the worker the fork went to, once it has left).
         self._children: dict[int, tuple[RRef[Any], int | None]] = {}
@@ -120,8 +124,10 @@ class Refs:
     def _check_made_at_home(owned: weakref.ref[Owned], created: Future[Any]) -> None:
         value, error = owned(), created.exception()
         if value is not None and error is not None and not value.future.done():
-            value.not_made = _creation_failed(error)
-            value.set_error(value.not_made)
+            not_made = _creation_failed(error)
+            with contextlib.suppress(RuntimeError):  # it was made this very moment
+                value.set_error(not_made)
+                value.not_made = not_made
 
     def _serve_remote(self, request: Request) -> None:
         assert request.tags is not None
@@ -272,7 +278,7 @@ class Refs:
     def user_sent(self, fork: int, to: WorkerInfo | None) -> None:
         with self._lock:
             child = self._children.pop(fork, None)
-            if child is not None and to is not None:
+            if child is not None and to is not None and to.id not in self._gone:
                 self._children[fork] = (child[0], to.id)
         del child
 
@@ -342,7 +348,10 @@ class Refs:
 
     def _tell_owners(self) -> None:
         while self._dropped:
-            owner, id, fork, confirmation = self._dropped.popleft()
+            try:
+                owner, id, fork, confirmation = self._dropped.popleft()
+            except IndexError:
+                return  # another thread was faster
             if confirmation is None or confirmation.done():
                 self._tell_owner(owner, id, fork, confirmation)
             else:
@@ -370,6 +379,7 @@ class Refs:
     def _clear_up_after(self, info: WorkerInfo) -> None:
         self.table.delete_forks_of(info.id)
         with self._lock:
+            self._gone.add(info.id)
             orphans = [fork for fork, (_, to) in self._children.items() if to == info.id]
             released = [self._children.pop(fork) for fork in orphans]
         del released

@@ -43,7 +43,8 @@ class Table:
     """See the module's text. Any thread may use it."""
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
+        #: (The garbage collector may run wherever something is made, and send references.)
+        self._lock = threading.RLock()
         #: Every value that is alive, for whatever reason.
         self._known: weakref.WeakValueDictionary[int, Owned] = weakref.WeakValueDictionary()
         #: Forks of each value that others need: fork -> the worker that holds it, if known.
@@ -60,8 +61,8 @@ class Table:
     def _get(self, id: int) -> Owned:
         owned = self._known.get(id)
         if owned is None:
-            owned = Owned(id)
-            self._known[id] = owned
+            made = Owned(id)
+            owned = self._known.setdefault(id, made)
         return owned
 
     def is_deleted(self, fork: int) -> bool:

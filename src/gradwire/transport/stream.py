@@ -34,6 +34,8 @@ _MAX_PARTS = 512
 #: piece does not come soon.
 _FILLING_SECONDS = 0.002
 _GAP_SECONDS = 0.0002
+#: How often a thread that waits for another one to have sent looks whether that makes sense.
+_LOOK_SECONDS = 1.0
 _CAN_GATHER = hasattr(socket.socket, "sendmsg")  # not on Windows
 
 
@@ -63,6 +65,8 @@ class StreamConnection:
         self._writing = threading.Lock()
         self._held: deque[bytes] = deque()
         self._disposing = threading.Lock()
+        #: The poller knows the connection by a number that is another one's once it is closed.
+        self._registering = threading.RLock()
         self._reader_thread = 0
         self._closed = False
         self._poller: Poller | None = None
@@ -99,7 +103,9 @@ class StreamConnection:
             if blocked is not None:
                 blocked()
                 blocked = None
-            self._writing.acquire()
+            while not self._writing.acquire(timeout=_LOOK_SECONDS):
+                if self._closed:  # whoever was writing was interrupted, and could not say so
+                    raise ConnectionClosed("the connection is closed")
         try:
             self._write(parts, blocked)
         finally:
@@ -111,7 +117,7 @@ class StreamConnection:
         if frame.buffers or len(frame.head) >= _JOIN_BYTES or self._closed:
             return 0
         self._held.append(PREFIX.pack(len(frame.head), 0, 0) + frame.head)
-        return len(self._held)
+        return len(self._held) or 1  # another thread may have sent them already
 
     def flush(self, blocked: Callable[[], object] | None = None) -> None:
         if self._held:
@@ -162,9 +168,9 @@ class StreamConnection:
         blocked: Callable[[], object] | None,
     ) -> None:
         """Send what was held back, then the parts. This thread has the right to write."""
-        if self._held:
-            parts.insert(0, self._take_held())
         try:
+            if self._held:
+                parts.insert(0, self._take_held())
             while parts:
                 if self._closed:
                     raise ConnectionClosed("the connection is closed")
@@ -272,12 +278,16 @@ class StreamConnection:
         poller.add(self._fd, callback)
 
     def arm(self) -> None:
-        if self._poller is not None and not self._closed:
-            self._poller.arm(self._fd)
+        if self._poller is not None:
+            with self._registering:
+                if not self._closed:
+                    self._poller.arm(self._fd)
 
     def disarm(self) -> None:
-        if self._poller is not None and not self._closed:
-            self._poller.disarm(self._fd)
+        if self._poller is not None:
+            with self._registering:
+                if not self._closed:
+                    self._poller.disarm(self._fd)
 
     # -- ending
 
@@ -285,11 +295,12 @@ class StreamConnection:
         self._reader.memory.trim()
 
     def close(self) -> None:
-        if self._closed:
-            return
-        self._closed = True
-        if self._poller is not None:
-            self._poller.remove(self._fd)
+        with self._registering:
+            if self._closed:
+                return
+            self._closed = True
+            if self._poller is not None:
+                self._poller.remove(self._fd)
         try:
             self._sock.shutdown(socket.SHUT_RDWR)
         except OSError:

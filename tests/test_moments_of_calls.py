@@ -1,0 +1,315 @@
+"""Calls and references, when something else happens in the worst moment.
+
+Each test has the other thread act exactly there: in the middle of a method, by a patch.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import threading
+from collections import deque
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from gradwire import current, rpc
+from gradwire.agent import service
+from gradwire.agent.link import Link
+from gradwire.errors import CallError, CallTimeout, ShutDownError
+from gradwire.refs.table import Owned, Table
+from gradwire.testing import cluster
+from gradwire.testing.workers import transports_named
+from gradwire.worker import Worker
+from tests.processes import until
+
+HELD: list[Any] = []
+GATE = threading.Event()
+
+
+@pytest.fixture
+def trio() -> Iterator[list[Worker]]:
+    """Three workers, connected by sockets."""
+    with cluster(3, transports=transports_named("unix")) as workers:
+        yield workers
+        HELD.clear()
+
+
+def in_another_thread(action: Any) -> None:
+    thread = threading.Thread(target=action)
+    thread.start()
+    thread.join(30)
+    assert not thread.is_alive()
+
+
+def nothing(*_args: Any) -> None:
+    pass
+
+
+def hold(value: Any) -> None:
+    HELD.append(value)
+
+
+def give() -> Any:
+    return HELD[0]
+
+
+def make() -> Any:
+    return current.worker().rref("a value")
+
+
+def wait_at_gate() -> bool:
+    return GATE.wait(30)
+
+
+def held_by(worker: Worker) -> int:
+    gc.collect()
+    return sum(worker.refs.debug_info().values())
+
+
+# -- futures
+
+
+def test_callbacks_wait_until_a_result_may_be_used(trio: list[Worker]) -> None:
+    """It holds a reference of a third worker, whose owner must know of it first."""
+    mine = trio[2].rref("value")
+    trio[2].rpc_sync("worker1", hold, (mine,))
+    seen: list[bool] = []
+    future = trio[0].rpc_async("worker1", give)
+    future.add_done_callback(lambda f: seen.append(f.done()))
+    assert future.then(lambda f: f.done()).wait()
+    until(lambda: bool(seen), "the callback has run")
+    assert seen == [True]
+
+
+def test_a_callback_that_exits_does_not_keep_others_from_theirs(trio: list[Worker]) -> None:
+    exited = threading.Event()
+
+    def exit(_future: Any) -> None:
+        exited.set()
+        raise asyncio.CancelledError
+
+    GATE.clear()
+    waiting = trio[0].rpc_async("worker1", wait_at_gate)
+    trio[0].rpc_async("worker1", nothing).add_done_callback(exit)
+    assert exited.wait(30)
+    GATE.set()
+    until(waiting.done, "nobody waits for it, and it comes")
+
+
+def test_a_future_is_completed_once() -> None:
+    future: rpc.Future[int] = rpc.Future()
+    future.set_result(42)
+    with pytest.raises(RuntimeError, match="done already"):
+        future.set_exception(ValueError("late"))
+    assert future.exception() is None
+    assert future.wait() == 42
+
+
+def test_a_shutdown_ends_what_is_tried_again_and_again(trio: list[Worker]) -> None:
+    mine = trio[2].rref("value")
+    trio[2].rpc_sync("worker1", hold, (mine,))
+    trio[2].shutdown(graceful=False)
+    errors: list[BaseException] = []
+
+    def call() -> None:
+        with pytest.raises(CallError) as raised:
+            trio[0].rpc_sync("worker1", give)
+        errors.append(raised.value)
+
+    thread = threading.Thread(target=call)
+    thread.start()
+    until(lambda: bool(trio[0].agent._insisting), "the reference waits for its owner")
+    trio[0].shutdown(graceful=False)
+    thread.join(30)
+    assert isinstance(errors[0], ShutDownError)
+    trio[1].shutdown(graceful=False)
+
+
+# -- sending
+
+
+def test_an_answer_that_was_held_back_is_sent_once(
+    trio: list[Worker], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    user, owner, _ = trio
+    user.rpc_sync("worker1", nothing)
+    monkeypatch.setattr(service, "_TOGETHER_SECONDS", 60.0)
+    (connection,) = (s._connection for s in owner.agent._services if s.caller.id == 0)
+
+    class Held(deque[bytes]):
+        def append(self, frame: bytes) -> None:
+            super().append(frame)
+            in_another_thread(connection.flush)
+
+    connection._held = Held()  # type: ignore[attr-defined]
+    rrefs = [future.wait() for future in [user.rpc_async("worker1", make) for _ in range(40)]]
+    assert [rref.to_here() for rref in rrefs] == ["a value"] * 40
+
+
+def test_a_call_that_is_lost_while_it_leaves_lets_its_references_go(trio: list[Worker]) -> None:
+    user, receiver, owner = trio
+    user.rpc_sync("worker1", nothing)
+    for rref in (user.rref("mine"), user.remote("worker2", dict)):
+        rref.to_here()
+        link = user.agent.peers.find("worker1").link
+        assert link is not None
+        send = link.connection.send
+
+        def end_and_send(*args: Any, link: Any = link, send: Any = send) -> None:
+            in_another_thread(lambda: link.end("the peer closed the connection"))
+            send(*args)
+
+        link.connection.send = end_and_send  # type: ignore[method-assign]
+        with pytest.raises(CallError):
+            user.rpc_async("worker1", nothing, (rref,)).wait()
+        user.rpc_sync("worker1", nothing)
+    for listener in user.agent.on_gone:
+        listener(receiver.info)
+    del rref
+    until(lambda: not held_by(user) and not held_by(owner), "nothing is held for it")
+
+
+def test_a_reference_sent_to_a_worker_that_is_gone_by_then_is_let_go(trio: list[Worker]) -> None:
+    user, receiver, owner = trio
+    user.rpc_sync("worker1", nothing)
+    theirs = user.remote("worker2", dict)
+    theirs.to_here()
+    link = user.agent.peers.find("worker1").link
+    assert link is not None
+    send = link.connection.send
+
+    def send_and_leave(*args: Any) -> None:
+        send(*args)
+        receiver.shutdown(graceful=False)
+        until(lambda: receiver.id in user.refs._gone, "it is known to be gone")
+
+    link.connection.send = send_and_leave  # type: ignore[method-assign]
+    with pytest.raises(CallError):
+        user.rpc_sync("worker1", nothing, (theirs,))
+    del theirs
+    until(lambda: not held_by(user) and not held_by(owner), "nothing is held for it")
+    user.shutdown(graceful=False)
+    owner.shutdown(graceful=False)
+
+
+# -- connections
+
+
+def test_two_threads_may_clear_up_after_a_connection(trio: list[Worker]) -> None:
+    GATE.clear()
+    with pytest.raises(CallTimeout):
+        trio[0].rpc_sync("worker1", wait_at_gate, timeout=0.05)
+    link = trio[0].agent.peers.find("worker1").link
+    assert link is not None
+    others: list[None] = []
+
+    class Late(dict[int, Any]):
+        def popitem(self) -> tuple[int, Any]:
+            if not others:
+                others.append(None)
+                in_another_thread(lambda: link._fail_all("another thread has noticed"))
+            return super().popitem()
+
+    link._late = Late(link._late)
+    link.end("the peer died")
+    assert others
+    GATE.set()
+
+
+def test_a_late_answer_is_read_though_nothing_was_expected_a_moment_before(
+    trio: list[Worker], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trio[0].rpc_sync("worker1", nothing)
+    link = trio[0].agent.peers.find("worker1").link
+    assert link is not None
+    disarm, rest = link.connection.disarm, link._rest
+    timed_out = threading.Event()
+    GATE.clear()
+
+    def time_out() -> None:
+        with pytest.raises(CallTimeout):
+            trio[0].rpc_sync("worker1", wait_at_gate, timeout=0.005)
+        timed_out.set()
+
+    def disarm_too_late() -> None:
+        monkeypatch.setattr(link.connection, "disarm", disarm)
+        in_another_thread(time_out)
+        disarm()
+
+    def rest_slowly() -> None:
+        monkeypatch.setattr(link, "_rest", rest)
+        monkeypatch.setattr(link.connection, "disarm", disarm_too_late)
+        rest()
+
+    monkeypatch.setattr(link, "_rest", rest_slowly)
+    trio[0].rpc_async("worker1", nothing)
+    assert timed_out.wait(30), "the leader completes the future, and rests"
+    GATE.set()
+    until(lambda: not link._late, "the late answer was read")
+    until(trio[0].rpc_async("worker1", nothing).done, "nobody waits for it, and it comes")
+
+
+@pytest.mark.parametrize("how", ["rpc_sync", "rpc_async"])
+def test_a_link_that_ends_while_it_is_looked_for_is_a_lost_worker(
+    trio: list[Worker], how: str
+) -> None:
+    trio[0].rpc_sync("worker1", nothing)
+    peer: Any = trio[0].agent.peers.find("worker1")
+    ended: list[Link] = []
+
+    class Ending(type(peer)):  # type: ignore[misc]
+        """Its link ends the moment somebody has looked at it."""
+
+        def __getattribute__(self, name: str) -> Any:
+            value = super().__getattribute__(name)
+            if name == "link" and value is not None and not ended:
+                ended.append(value)
+                in_another_thread(lambda: value.end("the peer died"))
+            return value
+
+    peer.__class__ = Ending
+    with pytest.raises(CallError):
+        future = getattr(trio[0], how)("worker1", nothing)
+        assert future is not None
+        future.wait()
+    assert trio[0].rpc_sync("worker1", max, (1, 2)) == 2
+    ended.clear()
+    assert None not in trio[0].agent.peers.links()
+
+
+def test_without_a_thread_to_be_had_the_leader_goes_on(
+    trio: list[Worker], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trio[0].rpc_sync("worker1", nothing)
+    start, refused = threading.Thread.start, []
+
+    def refuse_some(self: threading.Thread) -> None:
+        if "gradwire-worker1" in self.name and len(refused) < 3:
+            refused.append(None)
+            raise RuntimeError("can't start new thread")
+        start(self)
+
+    monkeypatch.setattr(threading.Thread, "start", refuse_some)
+    GATE.clear()
+    waiting = trio[0].rpc_async("worker1", wait_at_gate)
+    until(lambda: len(refused) == 3, "the watch has tried again")
+    assert trio[0].rpc_sync("worker1", max, (1, 2)) == 2
+    GATE.set()
+    assert waiting.wait()
+
+
+def test_the_garbage_collector_may_send_references_while_the_table_is_changed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    table, made = Table(), Owned.__init__
+
+    def make_and_collect(self: Owned, id: int) -> None:
+        made(self, id)
+        if id < 3:
+            table.add_fork(id + 1, id + 100, None)
+
+    monkeypatch.setattr(Owned, "__init__", make_and_collect)
+    assert table.get(0) is table.get(0)
+    assert table.counts()[0] == 3
