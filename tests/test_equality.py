@@ -196,3 +196,18 @@ def test_a_complex_root_needs_a_gradient(trio: list[Worker]) -> None:
         y = rpc.rpc_sync("worker1", square, args=(x,))
         with pytest.raises(ValueError, match="a root is complex"):
             autograd.backward(context_id, [y])
+
+
+def test_the_base_of_a_view_from_under_no_grad_may_change_after_the_view_was_sent(
+    trio: list[Worker],
+) -> None:
+    """Torch refuses to look at such a view again; but it has no gradient anyway."""
+    x = torch.ones(2, requires_grad=True)
+    with autograd.context() as context_id:
+        base = 2 * x
+        with torch.no_grad():
+            view = base[:1]
+        seen = rpc.rpc_sync("worker1", torch.mul, args=(view, 3))
+        base.mul_(5)
+        autograd.backward(context_id, [(base * seen).sum()])
+        assert torch.equal(autograd.get_gradients(context_id)[x], torch.full((2,), 60.0))

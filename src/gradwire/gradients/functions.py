@@ -66,6 +66,12 @@ def edge_behind(node: Any) -> GradientEdge:
     return _edge((*node.next_functions[0], *_REST))
 
 
+def _edge_of_leaf(leaf: Tensor) -> GradientEdge:
+    """Torch does not say where it is, unless something leads to it. Nowhere, if it is a view that
+    was made under `no_grad`, though torch says that it requires gradients."""
+    return edge_behind(_twin(leaf, _is_large(leaf)).grad_fn)
+
+
 def edge_at(node: Any, number: int = 0) -> GradientEdge:
     """Where the gradients of a node come to."""
     return _edge((node, number, *_REST))
@@ -96,13 +102,14 @@ class Send:
                 end = _twin(tensor, large)
                 if large:
                     _let_go_of_memory(end)
+            elif tensor._is_view() and _edge_of_leaf(tensor).node is None:
+                end = tensor.detach()  # torch may even refuse to look at it again
             self.ends.append(end)
 
     def edge(self, position: int) -> GradientEdge:
         """Where the gradient of one of the tensors goes to."""
         end = self.ends[position]
-        # (Of leaves torch does not say where, unless something leads to it.)
-        return edge_behind((self.twin(position) if end.is_leaf else end).grad_fn)
+        return _edge_of_leaf(end) if end.is_leaf else edge_behind(end.grad_fn)
 
     def twin(self, position: int) -> Tensor:
         """Something that leads there, and nobody else knows."""

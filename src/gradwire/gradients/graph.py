@@ -178,8 +178,8 @@ def _starts_of(
     for position, end in enumerate(source.ends):
         if on_the_way is not None and (source.id, position) not in on_the_way:
             continue
-        if end.is_leaf and not _has_gradient(source, position):
-            continue
+        if end.is_leaf and not end.requires_grad:
+            continue  # it was frozen since, or could not have a gradient then
         # A loose end is a leaf that was sent, and that nobody watches: what it is sent back is its
         # gradient, with no need to go through the graph. (Hooks must see the sum of them all.)
         if left_out is not None and end.is_leaf and end._backward_hooks is None:
@@ -187,13 +187,6 @@ def _starts_of(
         else:
             starts.append((source, position, source.edge(position)))
     return starts
-
-
-def _has_gradient(send: Send, position: int) -> bool:
-    """Whether a leaf that was sent can have one: not if it was frozen since; nor a view that was
-    made under `no_grad`, though torch says that it requires gradients."""
-    leaf = send.ends[position]
-    return leaf.requires_grad and not (leaf._is_view() and send.edge(position).node is None)
 
 
 def _walk(

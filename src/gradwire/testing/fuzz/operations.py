@@ -84,7 +84,8 @@ def arrived(tensors: list[Tensor]) -> list[Tensor]:
         overlaps = any(
             not stride and size > 1 for size, stride in zip(x.shape, x.stride(), strict=True)
         )
-        made.setdefault(id(x), x.contiguous() if overlaps else x)
+        with torch.enable_grad():  # a call under `no_grad` gives back what it was given
+            made.setdefault(id(x), x.contiguous() if overlaps else x)
     return [made[id(x)] for x in tensors]
 
 
