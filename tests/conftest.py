@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from gradwire import current
-from gradwire.testing import cluster
+from gradwire.testing import cluster, transports_named
 from gradwire.testing.pairs import open_descriptors, shared_memory
 from gradwire.worker import Worker
 
@@ -50,6 +50,13 @@ def _leaves_nothing_behind() -> Iterator[None]:
 def memory_pair() -> Iterator[list[Worker]]:
     """Two workers in this process."""
     with cluster(2) as workers:
+        yield workers
+
+
+@pytest.fixture(params=["memory", "unix", "tcp"])
+def pair(request: pytest.FixtureRequest) -> Iterator[list[Worker]]:
+    """Two workers in this process, over each of the transports."""
+    with cluster(2, transports=transports_named(request.param)) as workers:
         yield workers
 
 

@@ -26,17 +26,10 @@ from gradwire.errors import (
     WorkerLost,
 )
 from gradwire.testing import cluster
-from gradwire.testing.workers import transports_named
 from gradwire.transport.memory import MemoryNetwork
 from gradwire.worker import Worker
 
 TIMEOUT = 30.0
-
-
-@pytest.fixture(params=["memory", "unix", "tcp"])
-def pair(request: pytest.FixtureRequest) -> Iterator[list[Worker]]:
-    with cluster(2, transports=transports_named(request.param)) as workers:
-        yield workers
 
 
 # -- what can be called

@@ -2,21 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import pytest
 
 from gradwire.agent.executor import Executor
-from gradwire.testing import cluster
-from gradwire.testing.workers import transports_named
 from gradwire.worker import Worker
 from tests.processes import until
-
-
-@pytest.fixture(params=["memory", "unix", "tcp"])
-def pair(request: pytest.FixtureRequest) -> Iterator[list[Worker]]:
-    with cluster(2, transports=transports_named(request.param)) as workers:
-        yield workers
 
 
 def relieve_before_it_says_what_is_left(

@@ -118,7 +118,7 @@ def test_a_shutdown_ends_what_is_tried_again_and_again(trio: list[Worker]) -> No
 
     thread = threading.Thread(target=call)
     thread.start()
-    until(lambda: bool(trio[0].agent._insisting), "the reference waits for its owner")
+    until(lambda: bool(trio[0].agent.insistence.open), "the reference waits for its owner")
     trio[0].shutdown(graceful=False)
     thread.join(30)
     assert not thread.is_alive()
@@ -181,7 +181,7 @@ def test_a_reference_sent_to_a_worker_that_is_gone_by_then_is_let_go(trio: list[
     def send_and_leave(*args: Any) -> None:
         send(*args)
         receiver.shutdown(graceful=False)
-        until(lambda: receiver.id in user.refs._gone, "it is known to be gone")
+        until(lambda: user.refs.table.is_gone(receiver.id), "it is known to be gone")
 
     link.connection.send = send_and_leave  # type: ignore[method-assign]
     with pytest.raises(CallError):

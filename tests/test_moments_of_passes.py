@@ -56,6 +56,11 @@ def break_easily(x: Tensor) -> Tensor:
     return Fragile.apply(2 * x)  # type: ignore[no-any-return, no-untyped-call]
 
 
+def assert_grad_is_one(leaf: Tensor) -> None:
+    assert leaf.grad is not None
+    assert torch.equal(leaf.grad, torch.ones(2))
+
+
 def test_backward_raises_when_all_have_been_told(
     trio: list[Worker], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -90,8 +95,7 @@ def test_backward_raises_when_all_have_been_told(
             assert trio[0].contexts.get(context_id).failures()
         BROKEN.clear()
         autograd.backward(context_id, [loss])
-    assert WEIGHT.grad is not None
-    assert torch.equal(WEIGHT.grad, torch.ones(2))
+    assert_grad_is_one(WEIGHT)
 
 
 def test_what_comes_after_the_end_does_not_undo_a_success(
@@ -126,8 +130,7 @@ def test_what_comes_after_the_end_does_not_undo_a_success(
     released.set()
     assert answered.wait(30)
     rpc.rpc_sync("worker1", abs, (-1,))  # whatever was under way to it is there
-    assert WEIGHT.grad is not None
-    assert torch.equal(WEIGHT.grad, torch.ones(2))
+    assert_grad_is_one(WEIGHT)
 
 
 def test_a_pass_that_is_done_everywhere_succeeds_though_the_context_is_released(
@@ -145,9 +148,8 @@ def test_a_pass_that_is_done_everywhere_succeeds_though_the_context_is_released(
 
         monkeypatch.setattr(engine, "succeed", release_and_succeed)
         autograd.backward(context_id, [y.sum()])
-    for leaf in (x, WEIGHT):
-        assert leaf.grad is not None
-        assert torch.equal(leaf.grad, torch.ones(2))
+    assert_grad_is_one(x)
+    assert_grad_is_one(WEIGHT)
 
 
 def test_a_call_that_meets_the_release_leaves_no_context_behind(
@@ -230,5 +232,4 @@ def test_a_parameter_stays_protected_when_one_in_the_same_memory_dies() -> None:
     with versions.changing([second]), torch.no_grad():
         second.mul_(10)
     y.backward()  # type: ignore[no-untyped-call]
-    assert x.grad is not None
-    assert torch.equal(x.grad, torch.ones(2))
+    assert_grad_is_one(x)

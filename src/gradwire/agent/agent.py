@@ -6,7 +6,6 @@ user's thread) and `serve` (from the executor's leader); everything else is abou
 
 from __future__ import annotations
 
-import contextlib
 import contextvars
 import logging
 import secrets
@@ -22,6 +21,7 @@ from gradwire.agent.clock import Clock
 from gradwire.agent.exceptions import decode_exception
 from gradwire.agent.executor import Executor
 from gradwire.agent.futures import Future, when_all
+from gradwire.agent.insisting import Insistence
 from gradwire.agent.interceptors import Interceptor
 from gradwire.agent.link import Link
 from gradwire.agent.opencall import OpenCall
@@ -33,17 +33,13 @@ from gradwire.errors import CallError, RemoteError, ShutDownError
 from gradwire.ids import WorkerInfo
 from gradwire.transport.base import Connection, Frame, Greeting, Transport
 from gradwire.transport.poller import new_poller
-from gradwire.wire.messages import RETRIED, Kind, Tags, carries_references, unpack
+from gradwire.wire.messages import Kind, Tags, carries_references, unpack
 from gradwire.wire.values import Codec, Encoded
 
 logger = logging.getLogger("gradwire")
 
 T = TypeVar("T")
 Handler = Callable[[Request], None]
-
-#: A control message that failed is sent again after this many seconds, then after twice as long...
-_RETRY_SECONDS = 0.1
-_RETRIES = 8
 
 
 class Agent:
@@ -65,6 +61,10 @@ class Agent:
         self.poller = new_poller()
         self.executor = Executor(info.name, self.poller, options.num_worker_threads)
         self.clock = Clock(info.name, self.executor, self._housekeeping)
+        self.insistence = Insistence(
+            lambda to, kind, value: self.request(to, kind, value, options.heartbeat_limit),
+            self.clock,
+        )
         self.peers = Peers(roster, transports, self._make_link, options.heartbeat_limit)
         #: Sees user calls pass; see `interceptors`.
         self.interceptors: list[Interceptor] = []
@@ -83,8 +83,6 @@ class Agent:
         self._lock = threading.RLock()
         #: Calls exchanged over connections that are no more; None when some may have been lost.
         self._past: tuple[int, int] | None = (0, 0)
-        #: What is sent until it is answered, and was not yet.
-        self._insisting: set[Future[Any]] = set()
         self._closing = False
         self._next_trim = 0.0
         self.member: Member | None = None
@@ -215,41 +213,7 @@ class Agent:
 
     def insist(self, to: WorkerInfo, kind: Kind, value: Any) -> Future[Any]:
         """Send an idempotent message until it is answered, or its worker is surely gone."""
-        assert kind in RETRIED, f"{kind.name} must not be sent twice"
-        outcome: Future[Any] = Future(None, f"{kind.name} to worker {to.name!r}")
-        outcome.expect_failure()  # whoever needs the answer looks
-        self._insisting.add(outcome)
-        outcome.at_once(self._insisting.discard)
-        self._try(outcome, to, kind, value, 0)
-        return outcome
-
-    def _try(
-        self, outcome: Future[Any], to: WorkerInfo, kind: Kind, value: Any, attempt: int
-    ) -> None:
-        def settle(future: Future[Any]) -> None:
-            if outcome.done():
-                return  # it was given up
-            error = future.exception()
-            if error is None:
-                outcome.set_result(future.value())
-            elif isinstance(error, CallError) and attempt < _RETRIES and not self._closing:
-                self.clock.later(
-                    _RETRY_SECONDS * 2**attempt,
-                    lambda: self._try(outcome, to, kind, value, attempt + 1),
-                )
-            else:
-                outcome.set_exception(error)
-
-        try:
-            self.request(to, kind, value, self.options.heartbeat_limit).add_done_callback(settle)
-        except Exception as error:
-            outcome.set_exception(error)
-
-    def _give_up_insisting(self) -> None:
-        """Nothing is sent again any more."""
-        for outcome in list(self._insisting):
-            with contextlib.suppress(RuntimeError):  # it was answered this very moment
-                outcome.set_exception(ShutDownError("this worker was shut down"))
+        return self.insistence.send(to, kind, value)
 
     def _open_reply(self, call: OpenCall) -> tuple[Any, list[Any]]:
         """The value in the reply to a call, and what must be waited for before it is used."""
@@ -509,6 +473,7 @@ class Agent:
             self._closing = True
             services = list(self._services)
         self.peers.closed = True
+        self.insistence.stop()
         for listener in self._listeners:
             listener.close()
         links = self.peers.links()
@@ -523,7 +488,7 @@ class Agent:
             link.end("this worker was shut down", leaving=True)
             link.drain()
         self.clock.stop()
-        self._give_up_insisting()
+        self.insistence.give_up()
         if self.member is not None:
             self.roster.leave(self.member)
         if stuck:

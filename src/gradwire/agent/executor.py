@@ -19,7 +19,8 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from threading import get_ident
 from typing import Any
@@ -135,6 +136,16 @@ class Executor:
                 self._uncount(member)
         return True
 
+    @contextmanager
+    def aside(self) -> Iterator[None]:
+        """Around a wait."""
+        stepped = self.step_aside()
+        try:
+            yield
+        finally:
+            if stepped:
+                self.step_back()
+
     def step_back(self) -> None:
         with self._lock:
             member = self._members[get_ident()]
@@ -191,6 +202,7 @@ class Executor:
             self._leader = member.ident
             member.call.release()
         else:
+            self._started += 1
             thread = threading.Thread(
                 target=self._live, name=f"gradwire-{self._name}-{self._started}", daemon=True
             )
@@ -206,7 +218,6 @@ class Executor:
                 self._leader = leader
                 return False
             self._short_of_threads = False
-            self._started += 1
         self._busy = False
         return True
 

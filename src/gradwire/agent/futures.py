@@ -74,7 +74,9 @@ class Future(torch.futures.Future, Generic[T]):  # type: ignore[type-arg]
         try:
             self._open.pop()  # of several threads one gets it
         except IndexError:
-            raise RuntimeError(f"the future of {self._name} is done already") from None
+            raise RuntimeError(
+                f"Future can only be marked completed once: that of {self._name} is done already"
+            ) from None
         if error is not None:
             self._failure = _Failure(error)
             # C++ callers, `torch.futures.wait_all` among them, look at the value through this too.

@@ -128,8 +128,7 @@ class Service:
         if not executor.leave_behind(self._serve_inbox):
             executor.post(self._serve_inbox)
             return
-        if self._holds:
-            self._flush()  # what the leader before held back
+        self._flush()  # what the leader before held back
         while self._inbox:
             try:
                 frame = self._inbox.popleft()
@@ -141,12 +140,13 @@ class Service:
         executor.leave_behind(None)
         if self._closed:
             return  # one that has ended is readable for ever
-        if self._holds:
-            self._flush()
+        self._flush()
         self.agent.poller.expect_more()
         self._connection.arm()
 
     def _flush(self) -> None:
+        if not self._holds:
+            return
         self._holds = False  # first: whoever holds one back from now on sees to it
         try:
             self._connection.flush(self.agent.executor.hand_over)

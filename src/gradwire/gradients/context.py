@@ -119,8 +119,7 @@ class Context:
 
     def check_pass(self, id: int) -> Reason | None:
         """Whether a pass may begin, or go on, here. If it has failed already, this is why."""
-        if self.released:
-            self._check()
+        self._check()
         if self.lost is not None:
             raise WorkerLost(
                 f"worker {self.lost!r} took part in autograd context {self.id} and was lost, with "

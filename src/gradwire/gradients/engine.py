@@ -141,10 +141,7 @@ class Engine:
 
     def answer(self, answering: Pass, request: Request, news: News) -> None:
         encoded = self.agent.codec.encode(Plain(*plain(news)))
-        tags = None
-        if answering.how.create_graph:
-            tags = self._tags(answering, request.caller.id, encoded)
-        request.answer_encoded(encoded, tags)
+        request.answer_encoded(encoded, self._tags(answering, request.caller.id, encoded))
 
     def _message(self, about: Pass, worker: int, news: News) -> tuple[Encoded, Tags | None, float]:
         left = about.seconds_left()
@@ -153,11 +150,12 @@ class Engine:
         said, gradients = plain(news)
         value = (about.context.id, about.id, how, said, failed, about.share_for(worker))
         encoded = self.agent.codec.encode(Plain(value, gradients))
-        tags = self._tags(about, worker, encoded) if about.how.create_graph else None
-        return encoded, tags, left
+        return encoded, self._tags(about, worker, encoded), left
 
-    def _tags(self, about: Pass, worker: int, encoded: Encoded) -> Tags:
+    def _tags(self, about: Pass, worker: int, encoded: Encoded) -> Tags | None:
         """Gradients that have a history are a differentiable message like any other."""
+        if not about.how.create_graph:
+            return None
         tags: Tags = {}
         self.tag(tags, about.context, worker, "the backward pass", encoded.differentiable)
         return tags
@@ -255,12 +253,8 @@ class Engine:
             request.answer(False)
             return
         if reason is None:
-            aside = self.agent.executor.step_aside()  # it may just be ending
-            try:
+            with self.agent.executor.aside():  # it may just be ending
                 succeeded = context.has_succeeded(pass_id)
-            finally:
-                if aside:
-                    self.agent.executor.step_back()
             request.answer(succeeded)
             return
         request.answer(None)

@@ -187,17 +187,15 @@ class Ledger:
             if type(source) is Send and source.id in self.answers:
                 self.answers[source.id] = None  # used up
         self._unfinished -= 1
-        if not self._unfinished:
-            self._conclude()
+        self._conclude()
 
     def open_anchors(self, region: Region) -> list[Anchor]:
         """The anchors of a region whose gradients are not known yet."""
-        found = []
-        for anchor in region.anchors:
-            reply = self._replies.get(anchor[0].id)
-            if reply is not None and reply.gradients[anchor[1]] is OPEN:
-                found.append(anchor)
-        return found
+        return [
+            (recv, position)
+            for recv, position in region.anchors
+            if (reply := self._replies.get(recv.id)) and reply.gradients[position] is OPEN
+        ]
 
     # -- answers
 
@@ -213,8 +211,7 @@ class Ledger:
             self._take_prospects(id, positions)
         for id in questions:
             self._take_question(id)
-        if not self._unfinished:
-            self._conclude()
+        self._conclude()
 
     def _answer_unknown(self, sender: int, sends: Sequence[int]) -> None:
         """Sends that never got here have no gradients."""
@@ -429,15 +426,11 @@ class Ledger:
         workers = {*family.untold, *self._outbox, *self._questions, *self._prospects_for}
         if family.parent is not None and family.owes_parent():
             workers.add(family.parent)
-        told = []
-        for worker in workers:
-            told.append((worker, family.expect(worker), self.news_for(worker)))  # in this order
-        return told
+        return [(worker, family.expect(worker), self.news_for(worker)) for worker in workers]
 
     def news_for(self, worker: int) -> News:
         sends = self._unanswered(worker) if self.family.tell(worker) else []
-        if not self._unfinished:
-            self._conclude()  # now that this one is told
+        self._conclude()  # now that this one is told
         standing = self.family.standing_to(worker)
         questions: list[int] = []
         prospects: list[Prospect] = []
@@ -450,10 +443,10 @@ class Ledger:
 
     def _conclude(self) -> None:
         """See whether this worker's part has come to its end, when anything has changed."""
+        if self._unfinished or not self.planned:  # mostly
+            return
         if (
-            self._unfinished
-            or not self.planned
-            or self.family.finished
+            self.family.finished
             or self.family.waits()
             or self._groups
             or self._accumulating

@@ -251,20 +251,17 @@ class Pass:
                 return
             found = add_up({}, self._ledger.take_staged(groups))
             self._running += 1
-        executor = self._engine.agent.executor
-        aside = executor.step_aside()  # hooks may wait for other workers in ways of their own
         gradients: list[tuple[Tensor, Tensor]] = []
         failure: BaseException | None = None
         try:
-            self._engine.learn_outcomes(self.context)  # what earlier passes have found counts
-            before = self.context.gradient_sums()
-            for group in groups:
-                gradients += accumulate(group, self._reached, found, before)
+            # Hooks may wait for other workers in ways of their own.
+            with self._engine.agent.executor.aside():
+                self._engine.learn_outcomes(self.context)  # what earlier passes have found counts
+                before = self.context.gradient_sums()
+                for group in groups:
+                    gradients += accumulate(group, self._reached, found, before)
         except BaseException as error:
             failure = error
-        finally:
-            if aside:
-                executor.step_back()
         with self._lock:
             if failure is None:
                 self._ledger.has_accumulated(gradients)
@@ -401,14 +398,8 @@ class Pass:
 
     def _wait_until(self, ready: Callable[[], bool]) -> None:
         """Wait for something, the failure of the pass, or its deadline."""
-        executor = self._engine.agent.executor
-        aside = executor.step_aside()
-        try:
-            with self._lock:
-                self._wait(ready)
-        finally:
-            if aside:
-                executor.step_back()
+        with self._engine.agent.executor.aside(), self._lock:
+            self._wait(ready)
         if not ready() and self.error is None:
             self.fail(
                 CallTimeout(

@@ -76,6 +76,8 @@ class Versions:
         self.copies = 0
         #: By identity of the parameter.
         self._tracked: dict[int, _Tracked] = {}
+        #: The parameters in a memory, by identity.
+        self._residents: dict[Memory, set[int]] = {}
         #: What is in the memory of parameters, and in that of past versions: the version, if
         #: anything refers to it.
         self._versions: dict[Memory, weakref.ref[Version] | None] = {}
@@ -118,18 +120,22 @@ class Versions:
         if entry.memory != memory:  # it is new, or was given other memory
             entry.stays = memory in self._versions or must_stay(parameter)
             entry.left.clear()
-            before, entry.memory = entry.memory, memory
+            self._leave(entry.memory, id(parameter))
+            entry.memory = memory
+            self._residents.setdefault(memory, set()).add(id(parameter))
             self._versions.setdefault(memory)
-            self._leave(before)
         return entry
 
     def _forget(self, id: int, _parameter: weakref.ref[Tensor]) -> None:
-        self._leave(self._tracked.pop(id).memory)
+        self._leave(self._tracked.pop(id).memory, id)
 
-    def _leave(self, memory: Memory | None) -> None:
+    def _leave(self, memory: Memory, id: int) -> None:
         """A parameter is not in that memory any more; another one may be."""
-        if all(entry.memory != memory for entry in list(self._tracked.values())):
-            self._versions.pop(memory, None)  # type: ignore[arg-type]
+        residents = self._residents.get(memory, set())
+        residents.discard(id)
+        if not residents:
+            self._residents.pop(memory, None)
+            self._versions.pop(memory, None)
 
     def _put_aside(self, parameter: Tensor, entry: _Tracked) -> None:
         free = trim(entry.left)
@@ -154,7 +160,9 @@ class Versions:
         # It stays known: views of the parameter that are saved later are of this version.
         forget = partial(self._versions.pop, entry.memory)
         self._versions[entry.memory] = weakref.ref(version, forget)
+        self._residents[entry.memory].discard(id(parameter))
         entry.memory = address(copy)
+        self._residents[entry.memory] = {id(parameter)}
         self._versions[entry.memory] = None
         parameter.data = copy
 

@@ -62,8 +62,6 @@ class Refs:
         self.table = Table()
         #: (The garbage collector may run wherever something is made, and send references.)
         self._lock = threading.RLock()
-        #: The workers that are gone.
-        self._gone: set[int] = set()
         #: Our own references that must not go before a fork made of them is known to the owner:
         #: fork -> (reference, the worker the fork went to, once it has left).
         self._children: dict[int, tuple[RRef[Any], int | None]] = {}
@@ -182,17 +180,14 @@ class Refs:
         if not future.done():
             done = threading.Event()
             future.add_done_callback(lambda _: done.set())
-            aside = self._agent.executor.step_aside()
-            try:
-                if not done.wait(timeout or None):
-                    raise CallTimeout(
-                        f"a value of worker {self.me.name!r} itself was not there after "
-                        f"{timeout:g} s: the function that makes it is still running",
-                        worker=self.me.name,
-                    )
-            finally:
-                if aside:
-                    self._agent.executor.step_back()
+            with self._agent.executor.aside():
+                came = done.wait(timeout or None)
+            if not came:
+                raise CallTimeout(
+                    f"a value of worker {self.me.name!r} itself was not there after "
+                    f"{timeout:g} s: the function that makes it is still running",
+                    worker=self.me.name,
+                )
         return future.wait()
 
     def _serve_fetch(self, request: Request) -> None:
@@ -278,7 +273,7 @@ class Refs:
     def user_sent(self, fork: int, to: WorkerInfo | None) -> None:
         with self._lock:
             child = self._children.pop(fork, None)
-            if child is not None and to is not None and to.id not in self._gone:
+            if child is not None and to is not None and not self.table.is_gone(to.id):
                 self._children[fork] = (child[0], to.id)
         del child
 
@@ -379,7 +374,6 @@ class Refs:
     def _clear_up_after(self, info: WorkerInfo) -> None:
         self.table.delete_forks_of(info.id)
         with self._lock:
-            self._gone.add(info.id)
             orphans = [fork for fork, (_, to) in self._children.items() if to == info.id]
             released = [self._children.pop(fork) for fork in orphans]
         del released

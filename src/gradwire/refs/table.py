@@ -69,6 +69,10 @@ class Table:
         with self._lock:
             return fork in self._deleted
 
+    def is_gone(self, holder: int) -> bool:
+        """Whether a worker was given up, with all it held."""
+        return holder in self._gone
+
     def add(self, owned: Owned) -> None:
         with self._lock:
             self._known[owned.id] = owned

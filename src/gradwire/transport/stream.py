@@ -109,9 +109,7 @@ class StreamConnection:
         try:
             self._write(parts, blocked)
         finally:
-            self._writing.release()
-            if self._closed:
-                self._dispose()
+            self._end_writing()
 
     def hold(self, frame: Frame) -> int:
         if frame.buffers or len(frame.head) >= _JOIN_BYTES or self._closed:

@@ -168,7 +168,7 @@ def _dense(
     strides: tuple[int, ...] | None = None,
     attributes: Any = None,
 ) -> Tensor:
-    decoding = _current.decoding or current_decoding()
+    decoding = current_decoding()
     if memory is None:
         memory = next(decoding.buffers)
     tensor = wire_tensors.rebuild(memory, code, shape, flags, strides)
