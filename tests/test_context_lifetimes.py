@@ -25,7 +25,7 @@ from gradwire.gradients.family import NO_CHILD
 from gradwire.gradients.ledger import How
 from gradwire.testing import soak
 from gradwire.wire.messages import Kind
-from gradwire.wire.values import Plain
+from gradwire.wire.plain import Plain
 from gradwire.worker import Worker
 from tests.processes import group, until
 
@@ -265,6 +265,25 @@ def test_a_context_ends_where_it_came_through_a_worker_that_died() -> None:
 
     with group(3, body, shut_down=False) as started:
         assert started[0].result() == 0
+
+
+def test_a_context_ends_that_is_heard_of_after_its_creator_was_lost(trio: list[Worker]) -> None:
+    """In a call that had to wait, or through a worker that has not noticed."""
+
+    def square_in(context_id: int, caller: Worker) -> None:
+        agent = caller.agent
+        call = agent.codec.encode_call(square, (torch.ones(2, requires_grad=True),), {})
+        tags = {TAG: (context_id, 77, True, (), [])}
+        peer = agent.peers.find("worker2")
+        agent.call_async(peer, Kind.PYTHON_CALL, square, call, 5.0, tags).wait()
+
+    first, second = trio[1].contexts.new(), trio[1].contexts.new()
+    square_in(first.id, trio[1])
+    assert len(trio[2].contexts) == 1
+    trio[1].shutdown(graceful=False)
+    until(lambda: not len(trio[2].contexts), "the context it had is released")
+    square_in(second.id, trio[0])
+    until(lambda: not len(trio[2].contexts), "so is the one it hears of now")
 
 
 FINISHED = threading.Event()

@@ -25,7 +25,8 @@ from gradwire.gradients import passes
 from gradwire.gradients.graph import make_roots
 from gradwire.testing import Fault, FaultyTransport, cluster, transports_named
 from gradwire.wire.messages import Kind
-from gradwire.wire.values import Codec, Plain
+from gradwire.wire.plain import Plain
+from gradwire.wire.values import Codec
 from gradwire.worker import Worker
 from tests.processes import group, until
 

@@ -17,8 +17,9 @@ from gradwire.transport.base import Frame
 from gradwire.transport.memory import MemoryNetwork
 from gradwire.transport.poller import EpollPoller
 from gradwire.transport.unix import UnixTransport
+from gradwire.wire.plain import Plain
 from gradwire.wire.tensors import DTYPES, INLINE_BYTES
-from gradwire.wire.values import Codec, Plain
+from gradwire.wire.values import Codec
 
 LARGE = 3 * INLINE_BYTES
 

@@ -19,12 +19,15 @@ import torch
 
 from gradwire.errors import EncodingError
 from gradwire.wire.messages import Kind, pack, peek, unpack
-from gradwire.wire.values import Codec, current_decoding
+from gradwire.wire.values import Codec, Encoded, current_decoding
 
 
 def cross(value: Any, codec: Codec | None = None) -> Any:
     codec = codec or Codec()
-    encoded = codec.encode(value)
+    return arrived(codec, codec.encode(value))
+
+
+def arrived(codec: Codec, encoded: Encoded) -> Any:
     buffers = [buffer.contiguous().clone().view(-1).view(torch.uint8) for buffer in encoded.buffers]
     return codec.decode(encoded.payload, buffers)[0]
 
@@ -221,6 +224,63 @@ class Evasive:
         raise RuntimeError("not me")
 
 
+class Text(str):
+    __slots__ = ()
+
+
+ARGUMENTS: list[tuple[tuple[Any, ...], dict[str, Any]]] = [
+    ((), {}),
+    ((1 << 70, -0.5, 2j, True, None, "\ud800 \0", b"\xff"), {}),
+    ((torch.arange(3.0), 2, torch.ones(2, 2, dtype=torch.bool)), {}),
+    ((torch.arange(5000.0), torch.arange(6000.0)), {"third": torch.zeros(0), "n": 1}),
+    ((), {"b": 1, "a": torch.tensor(2.0)}),
+    ((..., torch.ones(1)), {"b": ...}),
+    ((torch.ones(1), Text("of a class of its own"), Kind.HEARTBEAT, Colour.RED), {}),
+    ((torch.ones(1), [torch.zeros(1), {"k": (2,)}]), {}),
+    ((torch.nn.Parameter(torch.ones(2)), torch.eye(3).to_sparse(), torch.ones(4)[::2]), {}),
+]
+
+
+@pytest.mark.parametrize(("args", "kwargs"), ARGUMENTS)
+def test_calls_arrive_with_their_arguments(args: Any, kwargs: Any) -> None:
+    codec = Codec()
+    func, got_args, got_kwargs = arrived(codec, codec.encode_call(called, args, kwargs))
+    assert func is called
+    assert type(got_args) is tuple
+    assert list(got_kwargs) == list(kwargs)
+    for sent, got in zip([*args, *kwargs.values()], [*got_args, *got_kwargs.values()], strict=True):
+        assert type(got) is type(sent)
+        if isinstance(sent, torch.Tensor):
+            assert torch.equal(got.to_dense(), sent.to_dense())
+            assert got.dtype is sent.dtype
+        else:
+            assert got == sent
+
+
+@pytest.mark.parametrize("length", [3, 5000])
+def test_a_tensor_given_twice_arrives_as_one(length: int) -> None:
+    codec, tensor = Codec(), torch.arange(length)
+    _, (first, second), kwargs = arrived(
+        codec, codec.encode_call(called, (tensor, tensor), {"third": tensor})
+    )
+    assert first is second is kwargs["third"]
+
+
+def test_a_function_goes_by_a_name_only_if_that_is_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    codec, before = Codec(), called
+    encoded = codec.encode_call(before, (), {})
+    monkeypatch.setattr(sys.modules[__name__], "called", functools.partial(before))
+    with pytest.raises(EncodingError, match=r"not the same object as .*called"):
+        codec.encode_call(before, (), {})
+    assert arrived(codec, encoded)[0] is called
+    monkeypatch.delattr(sys.modules[__name__], "called")
+    with pytest.raises(AttributeError, match="called"):
+        arrived(codec, encoded)
+    monkeypatch.setattr(before, "__module__", "no_such_module")
+    with pytest.raises(EncodingError, match="no_such_module"):
+        codec.encode_call(before, (), {})
+
+
 @pytest.mark.parametrize(
     "culprit",
     [
@@ -335,6 +395,8 @@ def test_messages_arrive_as_they_were_packed(tags: Any, payload: bytes | memoryv
 _COLLECTS_GARBAGE_WHILE_ITS_PARTS_ARE_FREED = """
 import gc
 from gradwire.wire.values import Codec
+
+gc.freeze()  # what was imported is not looked at each time
 
 class Dying:
     def __del__(self):

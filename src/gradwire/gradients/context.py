@@ -241,6 +241,8 @@ class Contexts:
         self._lock = threading.RLock()
         self._contexts: dict[int, Context] = {}
         self._released: OrderedDict[int, None] = OrderedDict()
+        #: Told of contexts that other workers made, when they are first heard of here.
+        self.heard_of: Callable[[Context], None] = lambda _context: None
 
     def new(self, into_grad: bool = False) -> Context:
         id = self._ids.next() | (INTO_GRAD if into_grad else 0)
@@ -270,9 +272,12 @@ class Contexts:
     def get_or_create(self, id: int) -> Context:
         context = self._contexts.get(id)
         if context is None:
+            made = Context(id, self._messages)
             with self._lock:
                 self._check_not_released(id)
-                context = self._contexts.setdefault(id, Context(id, self._messages))
+                context = self._contexts.setdefault(id, made)
+            if context is made:
+                self.heard_of(context)
         return context
 
     def _check_not_released(self, id: int) -> None:

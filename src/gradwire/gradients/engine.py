@@ -30,7 +30,8 @@ from gradwire.gradients.survey import Chart, Charting, Shares, Survey
 from gradwire.gradients.versions import Versions
 from gradwire.ids import IdSource, WorkerInfo, creator
 from gradwire.wire.messages import Kind, Tags
-from gradwire.wire.values import Encoded, Plain
+from gradwire.wire.plain import Plain
+from gradwire.wire.values import Encoded
 
 TAG = "autograd"
 
@@ -58,6 +59,8 @@ class Engine:
         self.released_for: dict[int, list[int]] = {}
         self._unconfirmed: dict[int, list[int]] = {}
         self._cleanup_due = False
+        #: Workers that were lost, or have left.
+        self._lost: set[int] = set()
         #: The groups of leaves that torch has to accumulate; who knows of any puts them here.
         self.groups: Callable[[], Collection[Group]] = tuple
         agent.handle(Kind.BACKWARD_AUTOGRAD_REQ, self._serve, runs_user_code=True)
@@ -66,6 +69,7 @@ class Engine:
         agent.handle(Kind.CLEANUP_AUTOGRAD_CONTEXT_REQ, self._serve_cleanup)
         agent.handle(Kind.JOIN_AUTOGRAD_CONTEXT_REQ, self._serve_join)
         agent.on_gone.append(self._clear_up_after)
+        contexts.heard_of = self._hear_of
         agent.awaited.append(self._awaited)
 
     def run(
@@ -366,6 +370,12 @@ class Engine:
             asked = self.agent.insist(peer.info, Kind.JOIN_AUTOGRAD_CONTEXT_REQ, context.id)
             asked.add_done_callback(joined)
 
+    def _hear_of(self, context: Context) -> None:
+        """Of a context that is new here. If its creator was lost, it came with a call that has
+        waited, or through a worker that does not know yet; there will be no word of its end."""
+        if self._lost and creator(context.id) in self._lost:
+            self._join(context)
+
     def _awaited(self) -> set[int]:
         """The workers that have something to do in a pass before it can go on here."""
         passes = [
@@ -375,6 +385,7 @@ class Engine:
 
     def _clear_up_after(self, info: WorkerInfo) -> None:
         """A worker is gone: so are the contexts it made, and the passes it took part in."""
+        self._lost.add(info.id)
         for context in self._contexts.all():
             with context.lock:
                 if info.id in context.known:

@@ -1,8 +1,7 @@
 """Values as a payload and the buffers beside it.
 
 The payload is a pickle, but tensors are not pickled: a small one leaves its bytes in the stream, a
-large one leaves them out and travels as a buffer of its own. `Plain` values, of which the rooms
-above make messages of their own, need no pickle at all.
+large one leaves them out and travels as a buffer of its own. Plain values need no pickle at all.
 
 Rooms above teach a `Codec` to send types of their own (`teach`), and see the tensors of a value
 that require gradients in the order they were met, which is the same on both sides.
@@ -15,9 +14,9 @@ import io
 import marshal
 import pickle
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -26,6 +25,7 @@ from gradwire.errors import EncodingError
 from gradwire.ids import WorkerInfo
 from gradwire.wire import tensors as wire_tensors
 from gradwire.wire.messages import MARSHAL_VERSION
+from gradwire.wire.plain import Parts, parts_of, parts_of_call, put_together
 
 
 class Passenger(Protocol):
@@ -39,14 +39,6 @@ class Passenger(Protocol):
 
     def lost(self, by: WorkerInfo) -> None:
         """The connection ended on which the call would have been answered."""
-
-
-class Plain(NamedTuple):
-    """A value of nothing but numbers, strings and bytes, and tuples, lists, sets and dictionaries
-    of such; and tensors beside it."""
-
-    value: Any
-    tensors: Sequence[Tensor]
 
 
 _REQUIRES_GRAD = wire_tensors.REQUIRES_GRAD
@@ -95,6 +87,41 @@ class Decoding:
         self.is_call = is_call
         #: What must be waited for before the value may be used; rooms above append to it.
         self.unsettled: list[Any] = []
+
+    def unpickle(self, payload: bytes | memoryview) -> Any:
+        outer, _current.decoding = _current.decoding, self
+        try:
+            return pickle.loads(payload)
+        finally:
+            _current.decoding = outer
+
+    def read_parts(self, payload: bytes | memoryview) -> Any:
+        """Undo what was done to a value that needs no pickle."""
+        form, value, described = marshal.loads(payload)
+        tensors = []
+        for tensor in described:
+            if type(tensor) is bytes:
+                tensors.append(self.unpickle(tensor))
+            else:
+                elements, *others = tensor
+                tensors.append(self.dense(elements and bytearray(elements), *others))
+        return put_together(form, value, tensors)
+
+    def dense(
+        self,
+        memory: Any,
+        code: int,
+        shape: tuple[int, ...],
+        flags: int,
+        strides: tuple[int, ...] | None = None,
+    ) -> Tensor:
+        """A tensor from what was sent of it; its memory, if None, travelled as a buffer."""
+        if memory is None:
+            memory = next(self.buffers)
+        tensor = wire_tensors.rebuild(memory, code, shape, flags, strides)
+        if flags & _REQUIRES_GRAD and self.arrival is not None:
+            tensor = self.arrival(tensor)
+        return tensor
 
 
 class _Current(threading.local):
@@ -168,12 +195,7 @@ def _dense(
     strides: tuple[int, ...] | None = None,
     attributes: Any = None,
 ) -> Tensor:
-    decoding = current_decoding()
-    if memory is None:
-        memory = next(decoding.buffers)
-    tensor = wire_tensors.rebuild(memory, code, shape, flags, strides)
-    if flags & _REQUIRES_GRAD and decoding.arrival is not None:
-        tensor = decoding.arrival(tensor)
+    tensor = current_decoding().dense(memory, code, shape, flags, strides)
     if attributes:
         tensor.__dict__.update(attributes)
     return tensor
@@ -194,18 +216,6 @@ _known = pickle.Pickler(io.BytesIO(), 5)
 _known.memo = {id(_dense): (0, _dense)}
 
 
-def _decode_plain(payload: bytes | memoryview) -> Plain:
-    value, described = marshal.loads(payload)
-    tensors = []
-    for tensor in described:
-        if type(tensor) is bytes:
-            tensors.append(pickle.loads(tensor))
-        else:
-            elements, *others = tensor
-            tensors.append(_dense(elements and bytearray(elements), *others))
-    return Plain(value, tensors)
-
-
 class Codec:
     """Encodes and decodes the values of one worker."""
 
@@ -214,6 +224,7 @@ class Codec:
         #: Told of tensors that require gradients and are not among the `differentiable`.
         self.unrecorded: Callable[[Tensor], None] = lambda _tensor: None
         self._reducers = _Reducers(self._reduce_tensor)
+        self._closures = closures
         self._pickler = _closure_pickler() if closures else pickle.Pickler
 
     def teach(
@@ -230,22 +241,23 @@ class Codec:
         self.builders[name] = rebuild
 
     def encode(self, value: Any) -> Encoded:
+        return self._encode(value, parts_of(value))
+
+    def _encode(self, value: Any, parts: Parts | None) -> Encoded:
         encoded = Encoded()
-        outer, _current.encoding = _current.encoding, encoded
         try:
-            if type(value) is Plain:
-                described = [self._describe(tensor, encoded) for tensor in value.tensors]
-                encoded.payload = marshal.dumps((value.value, described), MARSHAL_VERSION)
+            if parts is not None:
+                form, rest, tensors = parts
+                described = [self._describe(tensor, encoded) for tensor in tensors]
+                encoded.payload = marshal.dumps((form, rest, described), MARSHAL_VERSION)
             else:
-                encoded.payload = self._pickle(value)
+                encoded.payload = self._pickle(value, encoded)
         except BaseException:
             encoded.tell_passengers(None)
             raise
-        finally:
-            _current.encoding = outer
         return encoded
 
-    def _pickle(self, value: Any) -> bytes:
+    def _pickle(self, value: Any, encoding: Encoded) -> bytes:
         # One pickler for each value. To use one again its memory has to be cleared, and if a tensor
         # that is freed lets go of the interpreter then, a thread that collects garbage crashes.
         stream = io.BytesIO()
@@ -253,7 +265,11 @@ class Codec:
         pickler = self._pickler(stream, 5)
         pickler.dispatch_table = self._reducers
         pickler.memo = _known.memo
-        pickler.dump(value)
+        outer, _current.encoding = _current.encoding, encoding
+        try:
+            pickler.dump(value)
+        finally:
+            _current.encoding = outer
         return stream.getvalue()
 
     def _describe(self, tensor: Tensor, encoding: Encoded) -> wire_tensors.Described | bytes:
@@ -264,7 +280,7 @@ class Codec:
                 if tensor.requires_grad:
                     encoding.differentiable.append(tensor)
                 return described
-        return self._pickle(tensor)
+        return self._pickle(tensor, encoding)
 
     def _reduce_tensor(self, tensor: Tensor) -> Any:
         encoding = _current.encoding
@@ -308,12 +324,8 @@ class Codec:
             with torch.inference_mode(False):
                 return self.decode(payload, buffers, arrival, is_call=is_call)
         decoding = Decoding(self, buffers, arrival, is_call)
-        outer, _current.decoding = _current.decoding, decoding
-        try:
-            load = pickle.loads if payload[0] == _KNOWN[0] else _decode_plain
-            return load(payload), decoding
-        finally:
-            _current.decoding = outer
+        read = decoding.unpickle if payload[0] == _KNOWN[0] else decoding.read_parts
+        return read(payload), decoding
 
     def encode_call(
         self,
@@ -322,8 +334,10 @@ class Codec:
         kwargs: dict[str, Any],
     ) -> Encoded:
         """Encode a call, and blame the right argument when that fails."""
+        # (With closures, what is sent of a function is for that pickler to say.)
+        parts = None if self._closures else parts_of_call(func, args, kwargs)
         try:
-            return self.encode((func, args, kwargs))
+            return self._encode((func, args, kwargs), parts)
         except Exception as error:
             for name, value in _named_parts(func, args, kwargs):
                 try:
