@@ -25,7 +25,6 @@ from gradwire.gradients import passes
 from gradwire.gradients.graph import make_roots
 from gradwire.testing import Fault, FaultyTransport, cluster, transports_named
 from gradwire.wire.messages import Kind
-from gradwire.wire.plain import Plain
 from gradwire.wire.values import Codec
 from gradwire.worker import Worker
 from tests.processes import group, until
@@ -234,7 +233,7 @@ def test_a_late_message_of_a_failed_pass_is_answered_with_the_root_cause(
             autograd.backward(context_id, [loss])
         (failed,) = trio[2].contexts.get(context_id).failures()
         said = ([], [], 0, [], [])
-        message = Plain((context_id, failed, tuple(passes.How()), said, (), None), ())
+        message = ((context_id, failed, tuple(passes.How()), said, (), None), ())
         asked = trio[1].agent.request("worker2", Kind.BACKWARD_AUTOGRAD_REQ, message)
         with pytest.raises(Unwilling, match="no gradient today"):
             asked.wait()

@@ -17,7 +17,6 @@ from gradwire.transport.base import Frame
 from gradwire.transport.memory import MemoryNetwork
 from gradwire.transport.poller import EpollPoller
 from gradwire.transport.unix import UnixTransport
-from gradwire.wire.plain import Plain
 from gradwire.wire.tensors import DTYPES, INLINE_BYTES
 from gradwire.wire.values import Codec
 
@@ -352,7 +351,7 @@ def test_plain_values_and_the_tensors_beside_them_arrive_equal() -> None:
     ]
     said = (1 << 60, [("a", None, True)], {(1, 2)}, {"x": 1.5}, b"bytes")
     codec = Codec()
-    encoded = codec.encode(Plain(said, tensors))
+    encoded = codec.encode_plain(said, tensors)
     met = [tensor for tensor in tensors if tensor.requires_grad]
     assert [id(tensor) for tensor in encoded.differentiable] == [id(tensor) for tensor in met]
     buffers = [buffer.clone().view(-1).view(torch.uint8) for buffer in encoded.buffers]
@@ -362,17 +361,16 @@ def test_plain_values_and_the_tensors_beside_them_arrive_equal() -> None:
         arrived.append(tensor)
         return tensor
 
-    plain, _ = codec.decode(encoded.payload, buffers, arrive)
-    assert isinstance(plain, Plain)
-    assert plain.value == said
-    for got, sent in zip([*plain.tensors, *arrived], [*tensors, *met], strict=True):
+    (value, got_tensors), _ = codec.decode(encoded.payload, buffers, arrive)
+    assert value == said
+    for got, sent in zip([*got_tensors, *arrived], [*tensors, *met], strict=True):
         assert got.requires_grad == sent.requires_grad
         assert torch.equal(got.detach().to_dense(), sent.detach().to_dense())
 
 
 def test_a_value_that_is_not_plain_is_refused() -> None:
     with pytest.raises(ValueError, match="unmarshallable"):
-        Codec().encode(Plain(object(), ()))
+        Codec().encode_plain(object(), ())
 
 
 def test_threads_encode_and_decode_at_the_same_time() -> None:

@@ -30,7 +30,6 @@ from gradwire.gradients.survey import Chart, Charting, Shares, Survey
 from gradwire.gradients.versions import Versions
 from gradwire.ids import IdSource, WorkerInfo, creator
 from gradwire.wire.messages import Kind, Tags
-from gradwire.wire.plain import Plain
 from gradwire.wire.values import Encoded
 
 TAG = "autograd"
@@ -144,7 +143,7 @@ class Engine:
         )
 
     def answer(self, answering: Pass, request: Request, news: News) -> None:
-        encoded = self.agent.codec.encode(Plain(*plain(news)))
+        encoded = self.agent.codec.encode_plain(*plain(news))
         request.answer_encoded(encoded, self._tags(answering, request.caller.id, encoded))
 
     def _message(self, about: Pass, worker: int, news: News) -> tuple[Encoded, Tags | None, float]:
@@ -153,7 +152,7 @@ class Engine:
         failed = about.context.failures() if about.context.into_grad else ()
         said, gradients = plain(news)
         value = (about.context.id, about.id, how, said, failed, about.share_for(worker))
-        encoded = self.agent.codec.encode(Plain(value, gradients))
+        encoded = self.agent.codec.encode_plain(value, gradients)
         return encoded, self._tags(about, worker, encoded), left
 
     def _tags(self, about: Pass, worker: int, encoded: Encoded) -> Tags | None:
@@ -179,7 +178,7 @@ class Engine:
         sender = request.caller.id
         context = self._contexts.find(context_id)
         if context is None:  # nothing that was sent in this context has arrived here
-            request.answer(Plain(_no_part(news), ()))
+            request.answer((_no_part(news), ()))
             return
         for id in failed:  # what they did to `.grad` is undone before this one changes it
             given_up = context.passes.get(id)
@@ -197,7 +196,7 @@ class Engine:
                 found = context.passes[pass_id] = Pass(self, context, pass_id, how, parent)
             first = found is not None and found.is_first(share)
         if found is None:  # this was asked or told when nobody there knew yet that it is over
-            request.answer(Plain(_no_part(news), ()))
+            request.answer((_no_part(news), ()))
             return
         if first:
             try:

@@ -11,28 +11,15 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from importlib import import_module
 from types import FunctionType
-from typing import Any, NamedTuple
+from typing import Any
 
 from torch import Tensor
 
+#: What becomes of a value: what it was, something plain, and the tensors that were in it.
+Parts = tuple[int, Any, Sequence[Tensor]]
 
-class Plain(NamedTuple):
-    """A value of nothing but numbers, strings and bytes, and tuples, lists, sets and dictionaries
-    of such; and tensors beside it. Rooms above make messages of their own of it."""
-
-    value: Any
-    tensors: Sequence[Tensor]
-
-
-class Parts(NamedTuple):
-    """What becomes of a value: something plain, and the tensors that were in it."""
-
-    form: int
-    value: Any
-    tensors: Sequence[Tensor]
-
-
-_PLAIN, _SINGLE, _CALL = range(3)
+#: Something plain and tensors beside it; one value; a call.
+BESIDE, _SINGLE, _CALL = range(3)
 #: Exactly these: of a subclass only pickle knows what it is.
 _ATOMS = frozenset({int, float, complex, bool, str, bytes, type(None)})
 #: Stands where a tensor was. (Its type is not among those above.)
@@ -43,10 +30,8 @@ def parts_of(value: Any) -> Parts | None:
     """A value in parts; None if it has to be pickled."""
     kind = type(value)
     if kind is Tensor:
-        return Parts(_SINGLE, None, (value,))
-    if kind in _ATOMS:
-        return Parts(_SINGLE, value, ())
-    return Parts(_PLAIN, value.value, value.tensors) if kind is Plain else None
+        return _SINGLE, None, (value,)
+    return (_SINGLE, value, ()) if kind in _ATOMS else None
 
 
 def parts_of_call(
@@ -73,15 +58,15 @@ def parts_of_call(
             kwargs = {
                 key: _A_TENSOR if type(value) is Tensor else value for key, value in kwargs.items()
             }
-    return Parts(_CALL, (module, name, tuple(args), kwargs), tensors)
+    return _CALL, (module, name, tuple(args), kwargs), tensors
 
 
 def put_together(form: int, value: Any, tensors: Sequence[Tensor]) -> Any:
     """The value again."""
     if form == _SINGLE:
         return tensors[0] if tensors else value
-    if form == _PLAIN:
-        return Plain(value, tensors)
+    if form == BESIDE:
+        return value, tensors
     module, name, args, kwargs = value
     func = getattr(sys.modules.get(module) or import_module(module), name)
     if tensors:

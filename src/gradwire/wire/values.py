@@ -14,7 +14,7 @@ import io
 import marshal
 import pickle
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from typing import Any, Protocol
 
@@ -25,7 +25,7 @@ from gradwire.errors import EncodingError
 from gradwire.ids import WorkerInfo
 from gradwire.wire import tensors as wire_tensors
 from gradwire.wire.messages import MARSHAL_VERSION
-from gradwire.wire.plain import Parts, parts_of, parts_of_call, put_together
+from gradwire.wire.plain import BESIDE, Parts, parts_of, parts_of_call, put_together
 
 
 class Passenger(Protocol):
@@ -242,6 +242,11 @@ class Codec:
 
     def encode(self, value: Any) -> Encoded:
         return self._encode(value, parts_of(value))
+
+    def encode_plain(self, value: Any, tensors: Sequence[Tensor]) -> Encoded:
+        """Encode a pair: a value of nothing but numbers, strings and bytes, and tuples, lists, sets
+        and dictionaries of such; and tensors. (For messages that rooms above make themselves.)"""
+        return self._encode(None, (BESIDE, value, tensors))
 
     def _encode(self, value: Any, parts: Parts | None) -> Encoded:
         encoded = Encoded()
