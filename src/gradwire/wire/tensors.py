@@ -40,7 +40,7 @@ SPREAD = 4
 _SMALL_SPAN = 256
 #: An expanded tensor this small is not worth the trouble of sending what it was expanded from.
 _SMALL_BYTES = 1024
-#: Tensors of up to this many bytes travel inside the pickle.
+#: Tensors of up to this many bytes travel inside the payload.
 INLINE_BYTES = 8192
 
 _strided = torch.strided
