@@ -236,7 +236,8 @@ ARGUMENTS: list[tuple[tuple[Any, ...], dict[str, Any]]] = [
     ((), {"b": 1, "a": torch.tensor(2.0)}),
     ((..., torch.ones(1)), {"b": ...}),
     ((torch.ones(1), Text("of a class of its own"), Kind.HEARTBEAT, Colour.RED), {}),
-    ((torch.ones(1), [torch.zeros(1), {"k": (2,)}]), {}),
+    (((1, [2.5, {"k": (), "l": b"3"}]), [None] * 17, {None: 1}, {2}), {"d": {}, "e": [True]}),
+    (((True, Text("again")), [Colour.RED], {"k": {1: 2}}), {}),
     ((torch.nn.Parameter(torch.ones(2)), torch.eye(3).to_sparse(), torch.ones(4)[::2]), {}),
 ]
 
@@ -257,6 +258,31 @@ def test_calls_arrive_with_their_arguments(args: Any, kwargs: Any) -> None:
             assert got == sent
 
 
+@pytest.mark.parametrize("size", [3, 5000])
+def test_tensors_arrive_from_within_small_containers(size: int) -> None:
+    codec, (a, b, c) = Codec(), torch.rand(3, size)
+    sent = ((a, [b, {"c": c}]), 1)
+    _, ((first, [second, third]), one), kwargs = arrived(
+        codec, codec.encode_call(called, sent, {"x": (None, {"y": 2})})
+    )
+    got = [first, second, third["c"]]
+    assert all(torch.equal(x, y) for x, y in zip(got, [a, b, c], strict=True))
+    assert (one, kwargs) == (1, {"x": (None, {"y": 2})})
+    (first, [second]), rest = cross(((a, [b]), {"c": c}))
+    got = [first, second, rest["c"]]
+    assert all(torch.equal(x, y) for x, y in zip(got, [a, b, c], strict=True))
+
+
+def test_a_list_given_twice_arrives_as_one() -> None:
+    codec, one, itself = Codec(), [1], []
+    itself.append(itself)
+    _, (first, (second,)), kwargs = arrived(
+        codec, codec.encode_call(called, (one, (one,)), {"it": itself})
+    )
+    assert first is second
+    assert kwargs["it"][0] is kwargs["it"]
+
+
 @pytest.mark.parametrize("length", [3, 5000])
 def test_a_tensor_given_twice_arrives_as_one(length: int) -> None:
     codec, tensor = Codec(), torch.arange(length)
@@ -268,6 +294,7 @@ def test_a_tensor_given_twice_arrives_as_one(length: int) -> None:
 
 def test_a_function_goes_by_a_name_only_if_that_is_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     codec, before = Codec(), called
+    assert arrived(codec, codec.encode_call(Node.static, (1,), {})) == (Node.static, (1,), {})
     encoded = codec.encode_call(before, (), {})
     monkeypatch.setattr(sys.modules[__name__], "called", functools.partial(before))
     with pytest.raises(EncodingError, match=r"not the same object as .*called"):
@@ -360,7 +387,8 @@ def test_closures_can_be_decoded_by_those_who_do_not_send_them() -> None:
 # -- types of rooms above
 
 
-def test_a_taught_type_is_rebuilt_by_the_codec_that_decodes() -> None:
+@pytest.mark.parametrize("key", ["plain", 1], ids=["plain", "pickled"])
+def test_a_taught_type_is_rebuilt_by_the_codec_that_decodes(key: Any) -> None:
     sender, receiver, rebuilt = Codec(), Codec(), []
 
     def rebuild(parts: Any) -> str:
@@ -370,12 +398,17 @@ def test_a_taught_type_is_rebuilt_by_the_codec_that_decodes() -> None:
 
     sender.teach(Stubborn, "stubborn", lambda _: "parts", lambda _: "never called here")
     receiver.teach(Stubborn, "stubborn", lambda _: "never called here", rebuild)
-    value, decoding = receiver.decode(sender.encode([Stubborn()]).payload)
-    assert value == ["rebuilt parts"]
+    value, decoding = receiver.decode(sender.encode({key: Stubborn()}).payload)
+    assert value == {key: "rebuilt parts"}
     assert decoding.unsettled == ["parts"]
     assert rebuilt == [receiver]
+    one = Stubborn()
+    (first, second), _ = receiver.decode(sender.encode((one, one)).payload)
+    assert first is second
     with pytest.raises(EncodingError, match="decoded by a worker"):
-        pickle.loads(sender.encode(Stubborn()).payload)
+        current_decoding()
+    with pytest.raises(EncodingError, match="decoded by a worker"):
+        pickle.loads(sender.encode({1: Stubborn()}).payload)
 
 
 # -- messages

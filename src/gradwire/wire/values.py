@@ -25,7 +25,7 @@ from gradwire.errors import EncodingError
 from gradwire.ids import WorkerInfo
 from gradwire.wire import tensors as wire_tensors
 from gradwire.wire.messages import MARSHAL_VERSION
-from gradwire.wire.plain import BESIDE, Parts, parts_of, parts_of_call, put_together
+from gradwire.wire.plain import PAIR, Parts, parts_of, parts_of_call, put_together
 
 
 class Passenger(Protocol):
@@ -97,15 +97,24 @@ class Decoding:
 
     def read_parts(self, payload: bytes | memoryview) -> Any:
         """Undo what was done to a value that needs no pickle."""
-        form, value, described = marshal.loads(payload)
-        tensors = []
-        for tensor in described:
-            if type(tensor) is bytes:
-                tensors.append(self.unpickle(tensor))
+        form, plain, described = marshal.loads(payload)
+        things: list[Any] = []
+        for thing in described:
+            if type(thing) is tuple:
+                elements, *others = thing
+                things.append(self.dense(elements and bytearray(elements), *others))
+            elif type(thing) is list:
+                things.append(self._read_taught(*thing))
             else:
-                elements, *others = tensor
-                tensors.append(self.dense(elements and bytearray(elements), *others))
-        return put_together(form, value, tensors)
+                things.append(self.unpickle(thing))
+        return put_together(form, plain, things)
+
+    def _read_taught(self, name: str, parts: Any) -> Any:
+        outer, _current.decoding = _current.decoding, self
+        try:
+            return self.codec.builders[name](parts)
+        finally:
+            _current.decoding = outer
 
     def dense(
         self,
@@ -224,6 +233,8 @@ class Codec:
         #: Told of tensors that require gradients and are not among the `differentiable`.
         self.unrecorded: Callable[[Tensor], None] = lambda _tensor: None
         self._reducers = _Reducers(self._reduce_tensor)
+        self._taught: dict[type, tuple[str, Callable[[Any], Any]]] = {}
+        self._beside: set[type] = {Tensor}
         self._closures = closures
         self._pickler = _closure_pickler() if closures else pickle.Pickler
 
@@ -234,27 +245,30 @@ class Codec:
         take_apart: Callable[[Any], Any],
         rebuild: Callable[[Any], Any],
     ) -> None:
-        """Send instances of exactly `kind` as the value `take_apart` makes of them; the codec on
-        the other side that was taught the same `name` calls its `rebuild` with that value. While it
-        does, `current_decoding` is where it can leave what must be waited for."""
+        """Send instances of exactly `kind` as the value `take_apart` makes of them, of numbers,
+        strings, bytes and tuples of such; the codec on the other side that was taught the same
+        `name` calls its `rebuild` with that value. While it does, `current_decoding` is where it
+        can leave what must be waited for."""
         self._reducers[kind] = partial(_reduce_taught, name, take_apart)
+        self._taught[kind] = name, take_apart
+        self._beside.add(kind)
         self.builders[name] = rebuild
 
     def encode(self, value: Any) -> Encoded:
-        return self._encode(value, parts_of(value))
+        return self._encode(value, parts_of(value, self._beside))
 
     def encode_plain(self, value: Any, tensors: Sequence[Tensor]) -> Encoded:
         """Encode a pair: a value of nothing but numbers, strings and bytes, and tuples, lists, sets
         and dictionaries of such; and tensors. (For messages that rooms above make themselves.)"""
-        return self._encode(None, (BESIDE, value, tensors))
+        return self._encode(None, (PAIR, value, tensors))
 
     def _encode(self, value: Any, parts: Parts | None) -> Encoded:
         encoded = Encoded()
         try:
             if parts is not None:
-                form, rest, tensors = parts
-                described = [self._describe(tensor, encoded) for tensor in tensors]
-                encoded.payload = marshal.dumps((form, rest, described), MARSHAL_VERSION)
+                form, plain, things = parts
+                described = [self._describe(thing, encoded) for thing in things]
+                encoded.payload = marshal.dumps((form, plain, described), MARSHAL_VERSION)
             else:
                 encoded.payload = self._pickle(value, encoded)
         except BaseException:
@@ -277,15 +291,24 @@ class Codec:
             _current.encoding = outer
         return stream.getvalue()
 
-    def _describe(self, tensor: Tensor, encoding: Encoded) -> wire_tensors.Described | bytes:
-        """What a plain value has of a tensor: the arguments of `_dense`, or a pickle."""
-        if type(tensor) is Tensor:
-            described = wire_tensors.describe(tensor, encoding.buffers)
+    def _describe(self, thing: Any, encoding: Encoded) -> tuple[Any, ...] | list[Any] | bytes:
+        """What goes beside a plain value, in plain words: a tuple for a tensor, a list for what
+        was taught, or a pickle."""
+        kind = type(thing)
+        if kind is Tensor:
+            described = wire_tensors.describe(thing, encoding.buffers)
             if described is not None:
-                if tensor.requires_grad:
-                    encoding.differentiable.append(tensor)
+                if thing.requires_grad:
+                    encoding.differentiable.append(thing)
                 return described
-        return self._pickle(tensor, encoding)
+        elif kind in self._taught:
+            name, take_apart = self._taught[kind]
+            outer, _current.encoding = _current.encoding, encoding
+            try:
+                return [name, take_apart(thing)]
+            finally:
+                _current.encoding = outer
+        return self._pickle(thing, encoding)
 
     def _reduce_tensor(self, tensor: Tensor) -> Any:
         encoding = _current.encoding
@@ -339,9 +362,9 @@ class Codec:
         kwargs: dict[str, Any],
     ) -> Encoded:
         """Encode a call, and blame the right argument when that fails."""
-        # (With closures, what is sent of a function is for that pickler to say.)
-        parts = None if self._closures else parts_of_call(func, args, kwargs)
         try:
+            # (With closures, what is sent of a function is for that pickler to say.)
+            parts = None if self._closures else parts_of_call(func, args, kwargs, self._beside)
             return self._encode((func, args, kwargs), parts)
         except Exception as error:
             for name, value in _named_parts(func, args, kwargs):
