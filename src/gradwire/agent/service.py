@@ -98,13 +98,13 @@ class Service:
         self._inbox: deque[Frame] = deque()
         self._closed = False
         self.requests: dict[int, Request] = {}
-        self.received = 0
         self._last_sent = 0.0
         #: Whether answers are held back.
         self._holds = False
-        self._recent: dict[int, None] = {}
-        #: Two threads serve at the same time for a moment when the lead changes hands.
-        self._noting = threading.Lock()
+        #: The calls that came last, and how many came before.
+        self._recent: dict[int, object] = {}
+        self._forgotten = 0
+        self._forgetting = threading.Lock()
         #: The caller has said that it leaves; its silence from now on is no loss.
         self.farewell = False
         connection.attach(agent.poller, self._on_readable)
@@ -162,18 +162,29 @@ class Service:
             return
         request = Request(self, kind, call_id, tags, payload, frame.buffers)
         if call_id < UNCOUNTED:
-            with self._noting:
-                if call_id in self._recent:
-                    return  # a duplicate: no function runs twice
-                self._recent[call_id] = None
-                if len(self._recent) > _REMEMBERED_CALLS:
-                    del self._recent[next(iter(self._recent))]
-                self.received += 1
+            # Two threads serve at the same time for a moment when the lead changes hands.
+            note = object()
+            if self._recent.setdefault(call_id, note) is not note:
+                return  # a duplicate: no function runs twice
+            if len(self._recent) >= 2 * _REMEMBERED_CALLS:
+                self._forget_the_oldest()
             self.requests[call_id] = request
         try:
             self.agent.serve(request)
         except Exception:
             logger.exception("worker %s: error while serving", self.agent.info.name)
+
+    @property
+    def received(self) -> int:
+        """How many calls have arrived."""
+        with self._forgetting:
+            return self._forgotten + len(self._recent)
+
+    def _forget_the_oldest(self) -> None:
+        with self._forgetting:
+            for call_id in list(self._recent)[:-_REMEMBERED_CALLS]:
+                del self._recent[call_id]
+                self._forgotten += 1
 
     def send(self, request: Request, kind: Kind, encoded: Encoded, tags: Tags | None) -> None:
         references = bool(encoded.passengers)

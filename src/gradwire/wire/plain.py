@@ -10,7 +10,7 @@ in common.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from importlib import import_module
 from types import FunctionType
 from typing import Any
@@ -37,7 +37,7 @@ def parts_of(value: Any, beside: Collection[type]) -> Parts | None:
     """A value in parts; None if it has to be pickled. Objects of the types `beside` go there."""
     things: list[Any] = []
     try:
-        plain = _strip(value, beside, things, set())
+        (plain,) = _strip((value,), beside, things, set())
     except _NeedsPickle:
         return None
     return VALUE, plain, things
@@ -58,34 +58,40 @@ def parts_of_call(
     things: list[Any] = []
     met: set[int] = set()
     try:
-        plain_args = [_strip(value, beside, things, met) for value in args]
-        plain_kwargs = _strip(kwargs, beside, things, met) if kwargs else None
+        plain_args = _strip(args, beside, things, met)
+        plain_kwargs = _strip((kwargs,), beside, things, met)[0] if kwargs else None
     except _NeedsPickle:
         return None
     return CALL, (module, name, plain_args, plain_kwargs), things
 
 
-def _strip(value: Any, beside: Collection[type], things: list[Any], met: set[int]) -> Any:
-    """A value without the things that go beside it, which are added to the others."""
-    kind = type(value)
-    if kind in _ATOMS:
-        return value
-    # What is met twice has to arrive as one, unless nobody can tell.
-    if kind in beside:
-        if id(value) not in met:
-            met.add(id(value))
-            things.append(value)
-            return _BESIDE
-    elif kind in _CONTAINERS and len(value) <= _FEW:
-        if kind is tuple:
-            return tuple([_strip(item, beside, things, met) for item in value])
-        if id(value) not in met:
-            met.add(id(value))
-            if kind is list:
-                return [_strip(item, beside, things, met) for item in value]
-            if all(type(key) is str for key in value):
-                return {key: _strip(item, beside, things, met) for key, item in value.items()}
-    raise _NeedsPickle
+def _strip(
+    values: Iterable[Any], beside: Collection[type], things: list[Any], met: set[int]
+) -> list[Any]:
+    """Values without the things in them that go beside, which are added to the others."""
+    stripped = []
+    for value in values:
+        kind = type(value)
+        if kind not in _ATOMS:
+            # What is met twice has to arrive as one, unless nobody can tell.
+            if kind is not tuple:
+                if id(value) in met:
+                    raise _NeedsPickle
+                met.add(id(value))
+            if kind in beside:
+                things.append(value)
+                value = _BESIDE
+            elif kind not in _CONTAINERS or len(value) > _FEW:
+                raise _NeedsPickle
+            elif kind is not dict:
+                value = kind(_strip(value, beside, things, met))
+            elif all(type(key) is str for key in value):
+                items = _strip(value.values(), beside, things, met)
+                value = dict(zip(value, items, strict=True))
+            else:
+                raise _NeedsPickle
+        stripped.append(value)
+    return stripped
 
 
 def put_together(form: int, plain: Any, things: Sequence[Any]) -> Any:
@@ -94,29 +100,30 @@ def put_together(form: int, plain: Any, things: Sequence[Any]) -> Any:
         return plain, things
     left = iter(things)
     if form == VALUE:
-        return _fill(plain, left) if things else plain
+        return _fill((plain,), left)[0] if things else plain
     module, name, args, kwargs = plain
     func = _attribute(sys.modules.get(module) or import_module(module), name)
     if func is None:
         raise AttributeError(f"module {module!r} has no {name!r}")
     if things:
-        args = [_fill(value, left) for value in args]
-        kwargs = kwargs and _fill(kwargs, left)
+        args = _fill(args, left)
+        kwargs = kwargs and _fill((kwargs,), left)[0]
     return func, tuple(args), kwargs or {}
 
 
-def _fill(plain: Any, things: Iterator[Any]) -> Any:
+def _fill(values: Iterable[Any], things: Iterator[Any]) -> list[Any]:
     """Undo `_strip`."""
-    if plain is _BESIDE:
-        return next(things)
-    kind = type(plain)
-    if kind is tuple:
-        return tuple([_fill(item, things) for item in plain])
-    if kind is list:
-        return [_fill(item, things) for item in plain]
-    if kind is dict:
-        return {key: _fill(item, things) for key, item in plain.items()}
-    return plain
+    filled = []
+    for value in values:
+        kind = type(value)
+        if value is _BESIDE:
+            value = next(things)
+        elif kind is dict:
+            value = dict(zip(value, _fill(value.values(), things), strict=True))
+        elif kind in _CONTAINERS:
+            value = kind(_fill(value, things))
+        filled.append(value)
+    return filled
 
 
 def _attribute(module: Any, name: str) -> Any:
