@@ -14,8 +14,8 @@ from functools import cache, partial
 from importlib import import_module
 from typing import Any
 
-from gradwire.bench import rpc
-from gradwire.bench.contest import Case, Contestant, Steps, Suite
+from gradwire.bench import byhand, rpc
+from gradwire.bench.contest import Case, Contestant, Floor, Steps, Suite
 from gradwire.bench.timing import microseconds, milliseconds, seconds_each
 
 #: `call(worker, function, *arguments)`
@@ -215,10 +215,15 @@ def per_node(seconds: float) -> str:
 
 
 def growing(
-    name: str, make: Callable[[int], Program], show: Callable[[float], str], counts: dict[int, int]
+    name: str,
+    make: Callable[[int], Program],
+    show: Callable[[float], str],
+    counts: dict[int, int],
+    aim: float,
+    floors: dict[int, Floor] | None = None,
 ) -> list[Case]:
     """The same program in several sizes, from small to large, each with the count of its samples;
-    and how much of the largest is backward."""
+    and how much of the largest, which has no aim, is backward."""
     cases = [
         Case(
             name.format(size),
@@ -227,12 +232,30 @@ def growing(
             milliseconds,
             quick_count=1,
             steps=Steps(size, show),
+            aim=aim,
+            floor=(floors or {}).get(size),
         )
         for size, count in counts.items()
     ]
-    size, largest = [*counts][-1], cases[-1]
+    size, largest = [*counts][-1], replace(cases[-1], aim=None)
     measure = partial(backward_alone, partial(make, size))
-    return [*cases, replace(largest, name=f"{largest.name}, backward alone", measure=measure)]
+    alone = replace(largest, name=f"{largest.name}, backward alone", measure=measure)
+    return [*cases[:-1], largest, alone]
+
+
+#: Chained calls with nothing but what they cannot do without, by their number.
+BY_HAND = {
+    length: Case(
+        f"{'one call' if length == 1 else f'{length} chained calls'} by hand",
+        partial(byhand.chained, length),
+        count,
+        microseconds if length == 1 else milliseconds,
+        quick_count=1,
+        contestants=("by hand",),
+    )
+    for length, count in {1: 200, 10: 30, 100: 5}.items()
+}
+FLOORS = {length: Floor(case.name) for length, case in BY_HAND.items()}
 
 
 LARGE_GRAPH = Case(
@@ -249,13 +272,24 @@ SUITE = Suite(
     (
         Contestant("torch", partial(worker, "torch.distributed")),
         Contestant("gradwire", partial(worker, "gradwire")),
+        Contestant("by hand", partial(byhand.line, expert), processes=1),
         Contestant("one process", nullcontext, processes=1),
     ),
     (
-        Case("one call", partial(forward_and_backward, partial(chain, 1)), 200, microseconds),
+        Case(
+            "one call",
+            partial(forward_and_backward, partial(chain, 1)),
+            200,
+            microseconds,
+            aim=5,
+            floor=FLOORS[1],
+        ),
+        *BY_HAND.values(),
         Case("a call that calls back", partial(forward_and_backward, call_back), 100, microseconds),
-        *growing("{:,} chained calls", chain, per_call, {10: 30, 100: 5, 1000: 2}),
-        *growing("residual trunk of {} remote experts", trunk, per_layer, {16: 20, 64: 8, 256: 3}),
+        *growing("{:,} chained calls", chain, per_call, {10: 30, 100: 5, 1000: 2}, 5, FLOORS),
+        *growing(
+            "residual trunk of {} remote experts", trunk, per_layer, {16: 20, 64: 8, 256: 3}, 4
+        ),
         Case(
             "1 MB through a linear layer there",
             partial(forward_and_backward, remote_parameters),
