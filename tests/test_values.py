@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import builtins
 import collections
 import dataclasses
 import enum
 import functools
+import importlib
 import operator
 import os
 import pickle
 import subprocess
 import sys
 import threading
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
@@ -20,6 +23,7 @@ import torch
 from gradwire.errors import EncodingError
 from gradwire.wire.messages import Kind, pack, peek, unpack
 from gradwire.wire.values import Codec, Encoded, current_decoding
+from tests.processes import until
 
 
 def cross(value: Any, codec: Codec | None = None) -> Any:
@@ -273,6 +277,98 @@ def test_tensors_arrive_from_within_small_containers(size: int) -> None:
     assert all(torch.equal(x, y) for x, y in zip(got, [a, b, c], strict=True))
 
 
+def test_a_dictionary_that_changes_while_it_is_sent_arrives_as_it_was_once() -> None:
+    """Its keys and values are looked at together."""
+    codec, changing, stopped = Codec(), {key: key for key in "abcd"}, threading.Event()
+
+    def change() -> None:
+        while not stopped.is_set():
+            for key in "abcd":
+                del changing[key]
+                changing[key] = key
+
+    thread = threading.Thread(target=change)
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    thread.start()
+    try:
+        for _ in range(3000):
+            got = cross(changing, codec)
+            assert all(key == value for key, value in got.items())
+    finally:
+        stopped.set()
+        thread.join()
+        sys.setswitchinterval(interval)
+
+
+_SLOW_TO_IMPORT = """
+import threading
+IMPORTING.set()
+def early():
+    return later()
+assert GO_ON.wait(30)
+def later():
+    return "here"
+"""
+
+
+@pytest.mark.parametrize("name", ["early", "later"])
+def test_a_function_is_not_called_before_its_module_is_imported(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By one thread, while another has begun to import it."""
+    importing, go_on, codec = threading.Event(), threading.Event(), Codec()
+    monkeypatch.setattr(builtins, "IMPORTING", importing, raising=False)
+    monkeypatch.setattr(builtins, "GO_ON", go_on, raising=False)
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "slow_to_import.py").write_text(_SLOW_TO_IMPORT)
+    go_on.set()
+    module = importlib.import_module("slow_to_import")
+    encoded = codec.encode_call(getattr(module, name), (), {})
+    del sys.modules["slow_to_import"]
+    importing.clear()
+    go_on.clear()
+
+    results = []
+    threads = [
+        threading.Thread(target=lambda: results.append(arrived(codec, encoded)[0]()))
+        for _ in range(2)
+    ]
+    threads[0].start()
+    assert importing.wait(30)
+    threads[1].start()
+    until(lambda: not threads[1].is_alive() or _waits_for_an_import(threads[1]), "it waits")
+    go_on.set()
+    for thread in threads:
+        thread.join(30)
+    monkeypatch.delitem(sys.modules, "slow_to_import")
+    assert results == ["here", "here"]
+
+
+def _waits_for_an_import(thread: threading.Thread) -> bool:
+    frame = sys._current_frames().get(thread.ident or 0)
+    return frame is not None and "importlib" in frame.f_code.co_filename
+
+
+@pytest.mark.parametrize("length", [2**10 + 1, 2**20])
+@pytest.mark.parametrize("text", ["x", b"x"])
+def test_a_long_text_is_sent_once(text: Any, length: int) -> None:
+    long = text * length
+    assert len(Codec().encode([long] * 16).payload) < 2 * length
+    assert cross([long] * 16) == [long] * 16
+
+
+def test_what_is_shared_deep_down_is_sent_once() -> None:
+    deep: Any = ()
+    for _ in range(60):
+        deep = (deep, deep)
+    assert len(Codec().encode(deep).payload) < 1000
+    nested: Any = 1
+    for _ in range(200):
+        nested = [nested]
+    assert cross(nested) == nested
+
+
 def test_a_list_given_twice_arrives_as_one() -> None:
     codec, one, itself = Codec(), [1], []
     itself.append(itself)
@@ -303,6 +399,10 @@ def test_a_function_goes_by_a_name_only_if_that_is_its_own(monkeypatch: pytest.M
     monkeypatch.delattr(sys.modules[__name__], "called")
     with pytest.raises(AttributeError, match="called"):
         arrived(codec, encoded)
+    static = codec.encode_call(Node.static, (1,), {})
+    monkeypatch.delattr(sys.modules[__name__], "Node")
+    with pytest.raises(AttributeError, match="Node"):
+        arrived(codec, static)
     monkeypatch.setattr(before, "__module__", "no_such_module")
     with pytest.raises(EncodingError, match="no_such_module"):
         codec.encode_call(before, (), {})

@@ -102,8 +102,12 @@ class Calls:
             request.fail(error, "sending the result")
             return
         tags: Tags = {}
-        for interceptor in self._agent.interceptors:
-            interceptor.answering(request, encoded.differentiable, tags)
+        try:
+            for interceptor in self._agent.interceptors:
+                interceptor.answering(request, encoded.differentiable, tags)
+        except BaseException:
+            encoded.tell_passengers(None)
+            raise
         request.answer_encoded(encoded, tags)
 
 

@@ -104,7 +104,7 @@ class Service:
         #: The calls that came last, and how many came before.
         self._recent: dict[int, object] = {}
         self._forgotten = 0
-        self._forgetting = threading.Lock()
+        self._forgetting = threading.RLock()  # the garbage collector may end a service
         #: The caller has said that it leaves; its silence from now on is no loss.
         self.farewell = False
         connection.attach(agent.poller, self._on_readable)

@@ -363,7 +363,7 @@ class Engine:
 
         try:
             peer = self.agent.peers.find(creator(context.id))
-        except GradwireError:
+        except Exception:  # it left, or whoever knows where it is has
             self.release(context.id)
         else:
             asked = self.agent.insist(peer.info, Kind.JOIN_AUTOGRAD_CONTEXT_REQ, context.id)
@@ -373,7 +373,7 @@ class Engine:
         """Of a context that is new here. If its creator was lost, it came with a call that has
         waited, or through a worker that does not know yet; there will be no word of its end."""
         if self._lost and creator(context.id) in self._lost:
-            self._join(context)
+            self.agent.executor.submit(lambda: self._join(context))
 
     def _awaited(self) -> set[int]:
         """The workers that have something to do in a pass before it can go on here."""

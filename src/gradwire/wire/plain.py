@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from importlib import import_module
+from operator import attrgetter
 from types import FunctionType
 from typing import Any
 
@@ -21,10 +21,14 @@ Parts = tuple[int, Any, Sequence[Any]]
 #: Something plain and something beside it, as they were given; a value; a call.
 PAIR, VALUE, CALL = range(3)
 #: Exactly these: of a subclass only pickle knows what it is.
-_ATOMS = frozenset({int, float, complex, bool, str, bytes, type(None)})
+_ATOMS = frozenset({int, float, complex, bool, type(None)})
+_TEXTS = frozenset({str, bytes})
 _CONTAINERS = frozenset({tuple, list, dict})
-#: With more items than this, pickle is faster.
+#: Pickle is faster with more items than this in a container, or more than this many things to take
+#: apart; and it does not repeat a long text.
 _FEW = 16
+_MANY = 100
+_LONG = 1024
 #: Stands where something was that goes beside. (No value has it, since its type is none of those.)
 _BESIDE = ...
 
@@ -53,8 +57,11 @@ def parts_of_call(
     if type(func) is not FunctionType:
         return None
     module, name = func.__module__, func.__qualname__
-    if _attribute(sys.modules.get(module), name) is not func:
-        return None  # others would not find it
+    try:
+        if attrgetter(name)(sys.modules[module]) is not func:
+            return None
+    except (AttributeError, KeyError):
+        return None  # others would not find it either
     things: list[Any] = []
     met: set[int] = set()
     try:
@@ -72,24 +79,26 @@ def _strip(
     stripped = []
     for value in values:
         kind = type(value)
-        if kind not in _ATOMS:
-            # What is met twice has to arrive as one, unless nobody can tell.
-            if kind is not tuple:
-                if id(value) in met:
-                    raise _NeedsPickle
-                met.add(id(value))
+        if kind in _TEXTS:
+            if len(value) > _LONG:
+                raise _NeedsPickle
+        elif kind not in _ATOMS:
+            if id(value) in met or len(met) >= _MANY:
+                raise _NeedsPickle  # what is met twice has to arrive as one
+            met.add(id(value))
             if kind in beside:
                 things.append(value)
                 value = _BESIDE
             elif kind not in _CONTAINERS or len(value) > _FEW:
                 raise _NeedsPickle
-            elif kind is not dict:
-                value = kind(_strip(value, beside, things, met))
-            elif all(type(key) is str for key in value):
-                items = _strip(value.values(), beside, things, met)
-                value = dict(zip(value, items, strict=True))
+            elif kind is dict:
+                pairs = list(value.items())  # at once: another thread may change it
+                if not all(type(key) is str for key, _ in pairs):
+                    raise _NeedsPickle
+                items = _strip([item for _, item in pairs], beside, things, met)
+                value = {key: item for (key, _), item in zip(pairs, items, strict=True)}
             else:
-                raise _NeedsPickle
+                value = kind(_strip(tuple(value), beside, things, met))
         stripped.append(value)
     return stripped
 
@@ -102,9 +111,8 @@ def put_together(form: int, plain: Any, things: Sequence[Any]) -> Any:
     if form == VALUE:
         return _fill((plain,), left)[0] if things else plain
     module, name, args, kwargs = plain
-    func = _attribute(sys.modules.get(module) or import_module(module), name)
-    if func is None:
-        raise AttributeError(f"module {module!r} has no {name!r}")
+    __import__(module)  # and wait for another thread that imports it
+    func = attrgetter(name)(sys.modules[module])
     if things:
         args = _fill(args, left)
         kwargs = kwargs and _fill((kwargs,), left)[0]
@@ -124,11 +132,3 @@ def _fill(values: Iterable[Any], things: Iterator[Any]) -> list[Any]:
             value = kind(_fill(value, things))
         filled.append(value)
     return filled
-
-
-def _attribute(module: Any, name: str) -> Any:
-    """What a module has under a name; None if there is nothing."""
-    found = module
-    for part in name.split("."):
-        found = getattr(found, part, None)
-    return found
