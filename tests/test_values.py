@@ -242,6 +242,7 @@ ARGUMENTS: list[tuple[tuple[Any, ...], dict[str, Any]]] = [
     ((torch.ones(1), Text("of a class of its own"), Kind.HEARTBEAT, Colour.RED), {}),
     (((1, [2.5, {"k": (), "l": b"3"}]), [None] * 17, {None: 1}, {2}), {"d": {}, "e": [True]}),
     (((True, Text("again")), [Colour.RED], {"k": {1: 2}}), {}),
+    (([{"k": [number, ()]} for number in range(5)], torch.ones(1)), {}),
     ((torch.nn.Parameter(torch.ones(2)), torch.eye(3).to_sparse(), torch.ones(4)[::2]), {}),
 ]
 

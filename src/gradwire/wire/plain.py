@@ -24,10 +24,10 @@ PAIR, VALUE, CALL = range(3)
 _ATOMS = frozenset({int, float, complex, bool, type(None)})
 _TEXTS = frozenset({str, bytes})
 _CONTAINERS = frozenset({tuple, list, dict})
-#: Pickle is faster with more items than this in a container, or more than this many things to take
-#: apart; and it does not repeat a long text.
-_FEW = 16
-_MANY = 100
+#: Pickle is faster with more items than this in a container, or with more than this many of those;
+#: and it does not repeat a long text.
+_FEW_ITEMS = 16
+_FEW_CONTAINERS = 4
 _LONG = 1024
 #: Stands where something was that goes beside. (No value has it, since its type is none of those.)
 _BESIDE = ...
@@ -83,13 +83,17 @@ def _strip(
             if len(value) > _LONG:
                 raise _NeedsPickle
         elif kind not in _ATOMS:
-            if id(value) in met or len(met) >= _MANY:
-                raise _NeedsPickle  # what is met twice has to arrive as one
+            if id(value) in met:
+                raise _NeedsPickle  # it has to arrive as one
             met.add(id(value))
             if kind in beside:
                 things.append(value)
                 value = _BESIDE
-            elif kind not in _CONTAINERS or len(value) > _FEW:
+            elif (
+                kind not in _CONTAINERS
+                or len(value) > _FEW_ITEMS
+                or len(met) - len(things) > _FEW_CONTAINERS
+            ):
                 raise _NeedsPickle
             elif kind is dict:
                 pairs = list(value.items())  # at once: another thread may change it
