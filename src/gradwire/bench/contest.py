@@ -251,9 +251,6 @@ def _take_part(contestant: Contestant, rank: int, place: dict[str, str], line: C
                     line.send(case.measure(tools, count))
                 except Exception:
                     line.send(traceback.format_exc())
-    # Threads of torch's may outlive its shutdown, and abort when the interpreter ends under them.
-    sys.stderr.flush()
-    os._exit(0)
 
 
 def _answer(line: Connection, what: str, seconds: float) -> list[float]:
