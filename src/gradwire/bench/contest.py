@@ -229,8 +229,11 @@ def _running(contestant: Contestant) -> Iterator[_Team]:
             # waited for.
             for line in lines:
                 line.close()
-            for process in processes:
+            for rank, process in enumerate(processes):
                 process.join(END_SECONDS)
+                if process.exitcode == -signal.SIGABRT:
+                    whose = f"{contestant.name}, process {rank}"
+                    print(f"{whose}: aborted when it was to end", file=sys.stderr)
         finally:
             for process in processes:
                 process.kill()
