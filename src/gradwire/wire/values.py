@@ -58,6 +58,13 @@ class Encoded:
         #: Told where the message went, or None when it did not leave; rooms above put them here.
         self.passengers: list[Passenger] = []
 
+    def as_current(self, write: Callable[[Any], Any], what: Any) -> Any:
+        outer, _current.encoding = _current.encoding, self
+        try:
+            return write(what)
+        finally:
+            _current.encoding = outer
+
     def tell_passengers(self, where: WorkerInfo | None) -> None:
         """Tell them, once."""
         passengers, self.passengers = self.passengers, []
@@ -89,11 +96,7 @@ class Decoding:
         self.unsettled: list[Any] = []
 
     def unpickle(self, payload: bytes | memoryview) -> Any:
-        outer, _current.decoding = _current.decoding, self
-        try:
-            return pickle.loads(payload)
-        finally:
-            _current.decoding = outer
+        return self._as_current(pickle.loads, payload)
 
     def read_parts(self, payload: bytes | memoryview) -> Any:
         """Undo what was done to a value that needs no pickle."""
@@ -104,15 +107,16 @@ class Decoding:
                 elements, *others = thing
                 things.append(self.dense(elements and bytearray(elements), *others))
             elif type(thing) is list:
-                things.append(self._read_taught(*thing))
+                name, parts = thing
+                things.append(self._as_current(self.codec.builders[name], parts))
             else:
                 things.append(self.unpickle(thing))
         return put_together(form, plain, things)
 
-    def _read_taught(self, name: str, parts: Any) -> Any:
+    def _as_current(self, read: Callable[[Any], Any], what: Any) -> Any:
         outer, _current.decoding = _current.decoding, self
         try:
-            return self.codec.builders[name](parts)
+            return read(what)
         finally:
             _current.decoding = outer
 
@@ -284,11 +288,7 @@ class Codec:
         pickler = self._pickler(stream, 5)
         pickler.dispatch_table = self._reducers
         pickler.memo = _known.memo
-        outer, _current.encoding = _current.encoding, encoding
-        try:
-            pickler.dump(value)
-        finally:
-            _current.encoding = outer
+        encoding.as_current(pickler.dump, value)
         return stream.getvalue()
 
     def _describe(self, thing: Any, encoding: Encoded) -> tuple[Any, ...] | list[Any] | bytes:
@@ -303,11 +303,7 @@ class Codec:
                 return described
         elif kind in self._taught:
             name, take_apart = self._taught[kind]
-            outer, _current.encoding = _current.encoding, encoding
-            try:
-                return [name, take_apart(thing)]
-            finally:
-                _current.encoding = outer
+            return [name, encoding.as_current(take_apart, thing)]
         return self._pickle(thing, encoding)
 
     def _reduce_tensor(self, tensor: Tensor) -> Any:
