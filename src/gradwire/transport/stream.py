@@ -34,6 +34,8 @@ _MAX_PARTS = 512
 #: piece does not come soon.
 _FILLING_SECONDS = 0.002
 _GAP_SECONDS = 0.0002
+#: A peer that takes nothing for this long is slow. (One that reads makes room all the time.)
+_PATIENCE_SECONDS = 0.001
 #: How often a thread that waits for another one to have sent looks whether that makes sense.
 _LOOK_SECONDS = 1.0
 _CAN_GATHER = hasattr(socket.socket, "sendmsg")  # not on Windows
@@ -179,10 +181,10 @@ class StreamConnection:
                     else:
                         sent = self._sock.sendmsg(parts[:_MAX_PARTS])
                 except BlockingIOError:
-                    if blocked is not None:
+                    if blocked is not None and not self._wait_for_room(_PATIENCE_SECONDS):
                         blocked()
                         blocked = None
-                    if not self._wait_for_room():
+                    if blocked is None and not self._wait_for_room(self._stall_limit):
                         raise ConnectionClosed(
                             f"the peer has not taken any data for {self._stall_limit:g} s"
                         ) from None
@@ -203,11 +205,11 @@ class StreamConnection:
             self.close()  # half a frame may be out: what follows would be misread
             raise
 
-    def _wait_for_room(self) -> bool:
+    def _wait_for_room(self, seconds: float) -> bool:
         """Wait until more can be sent; not for ever."""
         if self._writable is None:
-            return wait_for(self._sock, writable=True, timeout=self._stall_limit)
-        return bool(self._eager_writing.wait(self._writable.poll, self._stall_limit * 1000))
+            return wait_for(self._sock, writable=True, timeout=seconds)
+        return bool(self._eager_writing.wait(self._writable.poll, seconds * 1000))
 
     def _take_held(self) -> bytes:
         held = []
