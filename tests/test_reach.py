@@ -181,9 +181,9 @@ def test_the_prospects_of_a_whole_trunk_are_one_question() -> None:
 def test_what_arrives_while_a_pass_begins_has_no_part_in_it() -> None:
     recv = Recv(7, 1)
     recv.take(torch.ones(2, requires_grad=True))
-    plan = make_plan([], [recv])
+    plan = make_plan([], [], [recv])
     recv.take(torch.ones(2, requires_grad=True))
     ledger = Ledger(0, None, How())
-    ledger.open(plan, [], [recv], {1}, ())
+    ledger.open(plan, {}, {recv.id: recv}, {1})
     _, answers, *_ = ledger.news_for(1)
     assert answers == [(7, None)]

@@ -147,7 +147,7 @@ def sink_like(original: Callable[..., Any]) -> Callable[..., Any]:
 
     def backward(ctx: Any, *gradients: Any) -> Any:
         module = ctx.ddp_weakref()
-        in_a_pass = running.region and not running.into_grad
+        in_a_pass = running.aside
         if in_a_pass and module.static_graph and not module._static_graph_delay_allreduce_enqueued:
             module._static_graph_delay_allreduce_enqueued = True
             _groups[module].at_the_end = True

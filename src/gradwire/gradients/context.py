@@ -7,10 +7,10 @@ it everywhere; a released id is remembered, so that a late message does not brin
 from __future__ import annotations
 
 import contextvars
-import sys
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
+from sys import getrefcount
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -24,6 +24,8 @@ if TYPE_CHECKING:
     from gradwire.gradients.passes import Pass
 
 _REMEMBERED_RELEASES = 100_000
+
+_strided = torch.strided
 
 #: Why a pass has failed: an exception, encoded.
 Reason = tuple["bytes | memoryview", Sequence[Tensor]]
@@ -99,14 +101,14 @@ class Context:
         """What has left and what has arrived so far."""
         return list(self.sends.values()), list(self.recvs.values())
 
-    def add_gradients(self, gradients: list[tuple[Tensor, Tensor]]) -> None:
-        with self.lock:
-            add_up(self._gradients, _unshared(add_up({}, gradients)))
+    def add_gradients(self, gradients: Iterable[tuple[Tensor, Tensor]]) -> None:
+        """The lock is held."""
+        found = _unshared(add_up({}, gradients))
+        self._gradients = add_up(self._gradients, found.values()) if self._gradients else found
 
-    def set_gradients(self, gradients: list[tuple[Tensor, Tensor]]) -> None:
-        """Instead of those there are, which they include."""
-        with self.lock:
-            self._gradients.update({id(leaf): (leaf, gradient) for leaf, gradient in gradients})
+    def set_gradients(self, gradients: Iterable[tuple[Tensor, Tensor]]) -> None:
+        """Instead of those there are, which they include. The lock is held."""
+        self._gradients.update({id(leaf): (leaf, gradient) for leaf, gradient in gradients})
 
     def gradient_sums(self) -> GradientSums:
         """The gradients so far, by identity of the leaf."""
@@ -131,12 +133,11 @@ class Context:
 
     def note_outcome(self, id: int, reason: Reason | None) -> None:
         """Remember how a pass has ended, to pass it on, and so that a late message does not start
-        it anew; also one that this worker had no part in."""
-        with self.lock:
-            if id not in self._ended:
-                self._ended[id] = reason
-                if reason is None:
-                    self._successes.append(id)
+        it anew; also one that this worker had no part in. The lock is held."""
+        if id not in self._ended:
+            self._ended[id] = reason
+            if reason is None:
+                self._successes.append(id)
 
     def successes_for(self, worker: int) -> Sequence[int]:
         """Those that a worker is told of now; not again, for it can ask."""
@@ -171,47 +172,38 @@ class Context:
         """Let go of everything; returns the workers to tell."""
         with self.lock:
             self.released = True
+            passes = list(self.passes.values())
             # Of others whose part here is done it may not be known how they have ended; one that
             # was started here is about to succeed.
-            unfinished = [found for found in self.passes.values() if not found.finished]
-            self.passes = {
-                id: found
-                for id, found in self.passes.items()
-                if not found.finished or found.started_here
-            }
-            self.sends, self.recvs, self._gradients = {}, {}, {}
-            self.writers.clear()
+            for found in passes:
+                if found.finished and not found.started_here:
+                    del self.passes[found.id]
+            self.sends, self.recvs, self._gradients, self.writers = {}, {}, {}, set()
             known = set(self.known)
-        for running in unfinished:
-            running.fail(GradwireError(f"autograd context {self.id} was released"))
+        for found in passes:
+            if not found.finished:
+                found.fail(GradwireError(f"autograd context {self.id} was released"))
         return known
 
 
-def _unshared(gradients: GradientSums) -> list[tuple[Tensor, Tensor]]:
+def _unshared(gradients: GradientSums) -> GradientSums:
     """Gradients that can be changed in place, clipped for one, without changing anything else: a
     function may have given the same memory to two of its inputs, or one element in the place of
     many; and a hook may have kept one."""
-    unshared = []
     memories = set()
-    for (leaf, gradient), count in zip(
-        gradients.values(), _reference_counts(gradients), strict=True
-    ):
-        if gradient.layout is torch.strided:
-            elements, expanded = gradient, 0 in gradient.stride()
+    for key, (leaf, gradient) in gradients.items():
+        is_held = getrefcount(gradient) > _OWN_REFERENCES and not gradient.requires_grad
+        if gradient.layout is _strided:
+            memory = gradient.data_ptr()
+            expanded = 0 in gradient.stride()
         else:
             elements = gradient._values() if gradient.is_sparse else gradient.values()
+            memory = elements.data_ptr()
             expanded = False
-        memory = elements.data_ptr()
-        is_held = count > _OWN_REFERENCES and not gradient.requires_grad
         if expanded or is_held or memory in memories:
-            gradient = _copied(gradient)
+            gradients[key] = leaf, _copied(gradient)
         memories.add(memory)
-        unshared.append((leaf, gradient))
-    return unshared
-
-
-def _reference_counts(gradients: GradientSums) -> list[int]:
-    return [sys.getrefcount(gradient) for _, gradient in gradients.values()]
+    return gradients
 
 
 def _copied(gradient: Tensor) -> Tensor:
@@ -222,7 +214,7 @@ def _copied(gradient: Tensor) -> Tensor:
 
 def _count_own_references() -> int:
     staged = [(torch.empty(0), torch.empty(0))]
-    return _reference_counts(add_up({}, staged))[0]
+    return max(getrefcount(gradient) for _, (_, gradient) in add_up({}, staged).items())
 
 
 #: How often a gradient is referred to that nobody else holds.
@@ -283,6 +275,9 @@ class Contexts:
     def _check_not_released(self, id: int) -> None:
         if id in self._released:
             raise ContextReleased(f"autograd context {id} was released already")
+
+    def is_released(self, id: int) -> bool:
+        return id in self._released
 
     def release(self, id: int) -> set[int]:
         """Forget a context; returns the workers that must be told."""

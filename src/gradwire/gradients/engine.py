@@ -218,7 +218,8 @@ class Engine:
                 raise GradwireError(f"autograd context {context.id} was released")
             staged = done.commit()
             del context.passes[done.id]
-            context.writers.discard(done)
+            if context.writers:
+                context.writers.discard(done)
             context.note_outcome(done.id, None)
             if not done.how.for_inputs:
                 context.add_gradients(staged)
@@ -276,7 +277,8 @@ class Engine:
             if found is not None and found.finished:
                 self._learn(found)
             elif found is None:
-                context.note_outcome(id, None)
+                with context.lock:
+                    context.note_outcome(id, None)
 
     def learn_outcomes(self, context: Context) -> None:
         """Find out about the passes whose part here is done, from the workers that began them."""
@@ -301,15 +303,16 @@ class Engine:
     def release(self, context_id: int, heard_from: int = -1) -> None:
         """Release a context here and wherever it is known. Others hear of it with the next call
         that goes to them anyway; and soon by a message of its own, for many contexts at once."""
-        for worker in self._contexts.release(context_id):
-            if worker in (heard_from, self.agent.info.id):
-                continue
-            with self._lock:
+        others = self._contexts.release(context_id) - {heard_from, self.agent.info.id}
+        if not others:
+            return
+        with self._lock:
+            for worker in others:
                 self.released_for.setdefault(worker, []).append(context_id)
                 self._unconfirmed.setdefault(worker, []).append(context_id)
-                due, self._cleanup_due = not self._cleanup_due, True
-            if due:
-                self.agent.clock.later(_CLEANUP_SECONDS, self._send_cleanups)
+            due, self._cleanup_due = not self._cleanup_due, True
+        if due:
+            self.agent.clock.later(_CLEANUP_SECONDS, self._send_cleanups)
 
     def hear_of_releases(self, context_ids: Sequence[int], sender: int) -> None:
         """Contexts were released, as a call says that is about to be served: that comes first."""
@@ -343,7 +346,8 @@ class Engine:
 
     def _serve_cleanup(self, request: Request) -> None:
         for id in request.decode():
-            self.release(id, request.caller.id)
+            if not self._contexts.is_released(id):  # mostly it came with a call before
+                self.release(id, request.caller.id)
         request.answer(None)
 
     def _serve_join(self, request: Request) -> None:

@@ -14,6 +14,8 @@ NO_CHILD, CHILD, CHILD_DONE = range(3)
 class Family:
     """See the module's text."""
 
+    __slots__ = ("_done", "_parent_knows", "finished", "involved", "parent", "untold", "waits_for")
+
     def __init__(self, parent: int | None):
         #: Who has to hear that this worker is done; None where the pass was started.
         self.parent = parent
@@ -21,10 +23,10 @@ class Family:
         self.involved: set[int] = set() if parent is None else {parent}
         #: Workers that must still hear that there is a pass.
         self.untold: set[int] = set()
-        #: Workers that were told and have not said yet whether they are children.
-        self._unsure: set[int] = set()
-        self._children: set[int] = set()
-        self._done_children: set[int] = set()
+        #: Workers that were told and have not said yet whether they are children; and children.
+        self.waits_for: set[int] = set()
+        #: Children that are done. (What they said before may come later.)
+        self._done: set[int] = set()
         self._parent_knows = False
         #: This worker's part is done, and so are those of its children.
         self.finished = False
@@ -32,19 +34,18 @@ class Family:
     def hear_from(self, worker: int, standing: int, *, was_told: bool) -> None:
         """A worker says how it stands to this one. `was_told`: it answers our first message."""
         self.involved.add(worker)
-        if was_told:
-            self._unsure.discard(worker)
+        if was_told or standing == CHILD_DONE:
+            self.waits_for.discard(worker)
         if standing == CHILD_DONE:
-            self._children.discard(worker)
-            self._done_children.add(worker)
-        elif standing == CHILD and worker not in self._done_children:
-            self._children.add(worker)
+            self._done.add(worker)
+        elif standing == CHILD and worker not in self._done:
+            self.waits_for.add(worker)
 
     def expect(self, worker: int) -> bool:
         """A message that will be answered goes to a worker; True if it has not been told before."""
         first = worker in self.untold
         if first:
-            self._unsure.add(worker)
+            self.waits_for.add(worker)
         return first
 
     def tell(self, worker: int) -> bool:
@@ -61,18 +62,11 @@ class Family:
         self._parent_knows = self.finished
         return CHILD_DONE if self.finished else CHILD
 
-    def waits(self) -> bool:
-        """Whether others must say first that they are done, or no children."""
-        return bool(self._unsure or self._children)
-
     def conclude(self) -> None:
-        """This worker has nothing left to do itself, and waits for nobody."""
-        if not self.untold or self.untold == {self.parent}:
+        """This worker has nothing left to do itself."""
+        if not self.waits_for and (not self.untold or self.untold == {self.parent}):
             self.finished = True
 
     def owes_parent(self) -> bool:
         """Whether the parent must hear that this worker is done."""
         return self.finished and self.parent is not None and not self._parent_knows
-
-    def awaited(self) -> set[int]:
-        return self._children | self._unsure

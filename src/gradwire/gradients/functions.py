@@ -33,6 +33,8 @@ from torch.autograd.graph import GradientEdge
 #: torch then goes on, in one process too, and asks functions for the gradients of no gradient.
 Gradient = Tensor | None | Literal[False]
 NOTHING: Final = False
+#: In the place of what is not known yet.
+OPEN: Any = object()
 Gradients = Sequence[Gradient]
 #: The id of a message, and which of its tensors.
 SentTensor = tuple[int, int]
@@ -235,10 +237,9 @@ def _run_anchor(_gradients: Any) -> tuple[None]:
 
 
 class Running(threading.local):
-    """Whether a thread runs a region, and whether torch puts gradients into `.grad` meanwhile."""
+    """Whether a thread runs a region of a pass whose gradients do not go into `.grad`."""
 
-    region = False
-    into_grad = False
+    aside = False
 
 
 running = Running()

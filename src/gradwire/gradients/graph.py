@@ -9,7 +9,7 @@ The walk visits every node once.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -87,9 +87,9 @@ class Region:
         #: Where leaves are that do not require gradients any more. Torch goes there all the same.
         self.frozen: list[GradientEdge] = []
         self.anchors: list[Anchor] = []
-        #: How many of its sources have not been answered yet.
-        self.out = 0
-        self.has_gradient = False
+        #: How many of its sources have not been answered yet; whether one has a gradient.
+        self.has_gradient = type(source) is Root
+        self.out = 0 if self.has_gradient else 1
         self.queued = False
         #: Where gradients can come to; worked out where that matters.
         self.reach: Reach | None = None
@@ -111,10 +111,12 @@ class Plan:
     """The regions, and what is in none of them."""
 
     regions: list[Region]
+    #: By send, the region that it is a source of.
+    region_of: dict[int, Region]
     #: Anchors that no source reaches, or that nobody asks for.
     unreached: list[Anchor]
     #: By send, which of its tensors are loose.
-    loose: dict[int, set[int]]
+    loose: dict[int, list[int]]
     #: By recv, how many anchors it has.
     sizes: dict[int, int]
     #: By message, to which of its tensors gradients will come, where that is known beforehand.
@@ -122,8 +124,9 @@ class Plan:
 
 
 def make_plan(
-    sources: Sequence[Source],
-    recvs: Sequence[Recv],
+    roots: Sequence[Root],
+    sends: Iterable[Send],
+    recvs: Iterable[Recv],
     wanted: Sequence[Tensor] | None = None,
     *,
     loose: bool = False,
@@ -133,7 +136,7 @@ def make_plan(
     `loose`: loose ends are left out; a send that has no others is in no region. `on_the_way` to
     what is asked for are these, of the tensors that were sent and received; None: all may be."""
     anchors: dict[Any, Anchor] = {}
-    unasked: list[Anchor] = []
+    unreached: list[Anchor] = []
     sizes: dict[int, int] = {}
     for recv in recvs:
         # One that is arriving just now has more of them a moment later; nothing depends on those.
@@ -143,66 +146,79 @@ def make_plan(
             if on_the_way is None or (recv.id, number) in on_the_way:
                 anchors[anchor] = (recv, number)
             else:
-                unasked.append((recv, number))
+                unreached.append((recv, number))
     asked = None if wanted is None else {id(tensor): tensor for tensor in wanted}
-    left_out: dict[int, set[int]] = {}
+    left_out: dict[int, list[int]] = {}
     regions: list[Region] = []
-    region_of: dict[Any, Region] = {}
-    for source in sources:
-        starts = _starts_of(source, left_out if loose else None, on_the_way)
+    marked: dict[Any, Region] = {}
+    region_of: dict[int, Region] = {}
+    for root in roots:
+        start = edge_at(root.tensor.grad_fn, root.tensor.output_nr)
+        region = Region(root, [(root, 0, start)])
+        regions.append(region)
+        _walk(start.node, region, marked, anchors, asked)
+    for send in sends:
+        starts = _starts_of(send, left_out if loose else None, on_the_way)
         if starts:
-            region = Region(source, starts)
+            region = region_of[send.id] = Region(send, starts)
             regions.append(region)
             for _, _, edge in starts:
-                _walk(edge.node, region, region_of, anchors, asked)
-    for tensor in asked.values() if asked else ():
-        if tensor.grad_fn in region_of:
-            region_of[tensor.grad_fn].leaves.append(tensor)
-    if wanted and len(regions) == 1 and not (regions[0].leaves or regions[0].anchors):
-        regions[0].leaves += wanted  # torch calls the hooks of an only root, whatever comes of it
+                _walk(edge.node, region, marked, anchors, asked)
+    if asked is not None:
+        _look_for(asked.values(), regions, marked)
+    if len(regions) > 1:
+        regions = _put_together(regions, region_of)
+    unreached += anchors.values()
     prospects: dict[int, set[int]] = {}
     for message, position in on_the_way or ():
         prospects.setdefault(message, set()).add(position)
-    unreached = [*anchors.values(), *unasked]
-    return Plan(_put_together(regions), unreached, left_out, sizes, prospects)
+    return Plan(regions, region_of, unreached, left_out, sizes, prospects)
+
+
+def _look_for(
+    wanted: Collection[Tensor], regions: Sequence[Region], marked: dict[Any, Region]
+) -> None:
+    """Find the tensors that are asked for and are no leaves."""
+    for tensor in wanted:
+        if tensor.grad_fn in marked:
+            marked[tensor.grad_fn].leaves.append(tensor)
+    if wanted and len(regions) == 1 and not (regions[0].leaves or regions[0].anchors):
+        regions[0].leaves += wanted  # torch calls the hooks of an only root, whatever comes of it
 
 
 def _starts_of(
-    source: Source, left_out: dict[int, set[int]] | None, on_the_way: Collection[SentTensor] | None
+    send: Send, loose: dict[int, list[int]] | None, on_the_way: Collection[SentTensor] | None
 ) -> list[Start]:
-    if type(source) is Root:
-        tensor = source.tensor
-        return [(source, 0, edge_at(tensor.grad_fn, tensor.output_nr))]
-    assert type(source) is Send
     starts: list[Start] = []
-    for position, end in enumerate(source.ends):
-        if on_the_way is not None and (source.id, position) not in on_the_way:
+    for position, end in enumerate(send.ends):
+        if on_the_way is not None and (send.id, position) not in on_the_way:
             continue
-        if end.is_leaf and not end.requires_grad:
-            continue  # it was frozen since, or could not have a gradient then
-        # A loose end is a leaf that was sent, and that nobody watches: what it is sent back is its
-        # gradient, with no need to go through the graph. (Hooks must see the sum of them all.)
-        if left_out is not None and end.is_leaf and end._backward_hooks is None:
-            left_out.setdefault(source.id, set()).add(position)
-        else:
-            starts.append((source, position, source.edge(position)))
+        if end.is_leaf:
+            if not end.requires_grad:
+                continue  # it was frozen since, or could not have a gradient then
+            # A loose end is a leaf that was sent, and that nobody watches: what it is sent back is
+            # its gradient, with no need to go through the graph. (Hooks must see the sum of all.)
+            if loose is not None and end._backward_hooks is None:
+                loose.setdefault(send.id, []).append(position)
+                continue
+        starts.append((send, position, send.edge(position)))
     return starts
 
 
 def _walk(
     start: Any,
     region: Region,
-    region_of: dict[Any, Region],
+    marked: dict[Any, Region],
     anchors: dict[Any, Anchor],
     asked: dict[int, Tensor] | None,
 ) -> None:
     """Mark all nodes that a start of a region reaches and nobody has marked. Anchors that are
     found there go over to the region."""
-    found = region_of.get(start)
+    found = marked.get(start)
     if found is not None:
         _join(region, found)
         return
-    region_of[start] = region
+    marked[start] = region
     stack = [start]
     while stack:
         node = stack.pop()
@@ -219,9 +235,9 @@ def _walk(
             continue
         for child, _ in node.next_functions:
             if child is not None:
-                found = region_of.get(child)
+                found = marked.get(child)
                 if found is None:
-                    region_of[child] = region
+                    marked[child] = region
                     stack.append(child)
                 elif found is not region:
                     _join(region, found)
@@ -233,17 +249,21 @@ def _join(a: Region, b: Region) -> None:
         a.part_of = b
 
 
-def _put_together(parts: list[Region]) -> list[Region]:
+def _put_together(parts: list[Region], region_of: dict[int, Region]) -> list[Region]:
     """The regions that parts have turned out to be parts of."""
     regions = []
     for part in parts:
         if part.part_of is None:
             regions.append(part)
-        else:
-            region = part.whole()
-            region.sources += part.sources
-            region.starts += part.starts
-            region.leaves += part.leaves
-            region.frozen += part.frozen
-            region.anchors += part.anchors
+            continue
+        region = part.whole()
+        region.sources += part.sources
+        region.starts += part.starts
+        region.leaves += part.leaves
+        region.frozen += part.frozen
+        region.anchors += part.anchors
+        region.out += part.out
+        region.has_gradient |= part.has_gradient
+    if len(regions) < len(parts):
+        region_of.update({id: region.whole() for id, region in region_of.items()})
     return regions

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from itertools import islice
 from typing import Any, Literal
 
 from torch import Tensor
@@ -22,29 +23,35 @@ _NEXT: Literal[True] = True
 
 
 def plain(news: News) -> tuple[Any, list[Tensor]]:
-    """The news without their gradients, and those."""
+    """The news without their gradients, and those. Of an answer remains how many gradients it has,
+    or if some of them are none, what is in their places."""
     sends, answers, standing, questions, prospects = news
     beside: list[Tensor] = []
-    said = []
+    said: list[Any] = []
     for id, gradients in answers:
-        places: list[bool | None] | None = None
-        if gradients is not None:
-            places = []
-            for gradient in gradients:
-                if gradient is None or gradient is NOTHING:
-                    places.append(gradient)
-                else:
-                    places.append(_NEXT)
-                    beside.append(gradient)
-        said.append((id, places))
+        if gradients is None:
+            said.append((id, None))
+            continue
+        found = [g for g in gradients if g is not None and g is not NOTHING]
+        beside += found
+        if len(found) == len(gradients):
+            said.append((id, len(found)))
+        else:
+            places = [g if g is None or g is NOTHING else _NEXT for g in gradients]
+            said.append((id, places))
     return (sends, said, standing, questions, prospects), beside
 
 
 def restored(said: Any, beside: Iterable[Tensor]) -> News:
     """Undo `plain`."""
-    sends, answers, standing, questions, prospects = said
+    sends, answered, standing, questions, prospects = said
     following = iter(beside)
-    for _, places in answers:
-        if places is not None:
-            places[:] = [next(following) if place else place for place in places]
+    answers: list[Answer] = []
+    for id, places in answered:
+        if places is None:
+            answers.append((id, None))
+        elif type(places) is int:
+            answers.append((id, list(islice(following, places))))
+        else:
+            answers.append((id, [next(following) if place else place for place in places]))
     return sends, answers, standing, questions, prospects

@@ -30,7 +30,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -43,7 +43,7 @@ from gradwire.agent.service import Request
 from gradwire.errors import CallTimeout, ContextReleased, GradwireError
 from gradwire.gradients.accumulation import Group, accumulate, touched
 from gradwire.gradients.context import Context, add_up
-from gradwire.gradients.functions import Gradient, Gradients, Send, SentTensor
+from gradwire.gradients.functions import NOTHING, Gradient, Gradients, Send, SentTensor
 from gradwire.gradients.graph import Plan, Region, Root, make_plan
 from gradwire.gradients.ledger import How, Ledger
 from gradwire.gradients.news import News, restored
@@ -60,6 +60,18 @@ FOREVER = float("inf")
 class Pass:
     """One backward pass on one worker."""
 
+    # What few passes change.
+    _over = False
+    _committed = False
+    #: All who know of it have been told of its failure.
+    _failure_told = False
+    #: The leaves that this pass may have gradients for, by id, if some of them are in groups.
+    _reached: Collection[int] = ()
+    #: What others must know to begin.
+    _shares: Shares | None = None
+    #: What `.grad` was.
+    _backup: GradBackup | None = None
+
     def __init__(self, engine: Engine, context: Context, id: int, how: How, parent: int | None):
         self.id = id
         self.context = context
@@ -72,20 +84,11 @@ class Pass:
         self._into_grad = context.into_grad and not how.for_inputs
         self._ledger = Ledger(engine.agent.info.id, parent, how)
         self.error: BaseException | None = None
-        self._over = False
-        self._committed = False
-        #: All who know of it have been told of its failure.
-        self._failure_told = False
         #: Messages whose answers threads wait for.
         self._asked: set[OpenCall] = set()
         #: Regions that are being run.
         self._running = 0
-        self._backup = GradBackup()
-        #: The leaves that this pass may have gradients for, by id, if some of them are in groups.
-        self._reached: set[int] = set()
         self._begun = parent is None
-        #: What others must know to begin.
-        self._shares: Shares = {}
 
     @property
     def changes_grad(self) -> bool:
@@ -129,44 +132,49 @@ class Pass:
         context = self.context
         if context.into_grad:
             self._wait_for_others_to_undo()
-        sends, recvs = context.messages()
+        sends, recvs = dict(context.sends), dict(context.recvs)
         known = set(context.known)  # afterwards: whom something was sent to is among them
         share: Collection[SentTensor] | None = None
+        wanted: Sequence[Tensor] | None = None
         if shares is not None:
-            self._shares = dict(shares)
-            share = self._shares.pop(self._engine.agent.info.id)
+            others = self._shares = dict(shares)
+            share = others.pop(self._engine.agent.info.id)
             messages = {message for message, _ in share}
-            sends = [send for send in sends if send.id in messages]
-            recvs = [recv for recv in recvs if recv.id in messages]
-            known = set(self._shares)
-        wanted = inputs if self.how.for_inputs else None
+            sends = {id: send for id, send in sends.items() if id in messages}
+            recvs = {id: recv for id, recv in recvs.items() if id in messages}
+            known = set(others)
+            wanted = inputs
         # Torch has to put the gradients of leaves into `.grad`, also if they were just sent back.
+        loose = not self._into_grad
         plan = make_plan(
-            [*roots, *sends], recvs, wanted, loose=not self._into_grad, on_the_way=share
+            roots, sends.values(), recvs.values(), wanted, loose=loose, on_the_way=share
         )
-        groups = self._groups_of(plan, sends)
+        groups: Sequence[Group] = ()
+        if all_groups := self._engine.groups():
+            groups = self._reached_of(all_groups, plan, sends.values())
         with self._lock:
             self._ledger.open(plan, sends, recvs, known, inputs, groups)
             if self._changed is not None:
                 self._notify()
 
-    def _groups_of(self, plan: Plan, sends: Sequence[Send]) -> list[Group]:
+    def _reached_of(
+        self, groups: Collection[Group], plan: Plan, sends: Iterable[Send]
+    ) -> Sequence[Group]:
         """Those of the worker's groups of leaves that this pass reaches."""
-        all_groups = self._engine.groups()
-        if not all_groups or self._into_grad or self.how.for_inputs:
-            return []
+        if self._into_grad or self.how.for_inputs:
+            return ()
         ends = [send.ends[n] for send in sends for n in plan.loose.get(send.id, ())]
         leaves = [leaf for region in plan.regions for leaf in region.leaves]
         reached = {id(leaf) for leaf in [*leaves, *ends]}
-        groups = touched(all_groups, reached)
-        if groups:
+        found = touched(groups, reached)
+        if found:
             self._reached = reached
             if self.how.create_graph:
                 raise GradwireError(
-                    f"the gradients of {groups[0]} go through hooks behind torch's accumulation, "
+                    f"the gradients of {found[0]} go through hooks behind torch's accumulation, "
                     "and cannot be differentiated again: leave create_graph out"
                 )
-        return groups
+        return found
 
     def share_for(self, worker: int) -> Collection[SentTensor] | None:
         """What a worker must know to begin, if it has not been told."""
@@ -193,15 +201,17 @@ class Pass:
 
     def _run_ready(self, *, gated: bool) -> None:
         """Run the regions that can; those that have to wait at gates only if asked to."""
-        while True:
+        ledger = self._ledger
+        while ledger.ready or ledger.to_myself:
             with self._lock:
-                region = None if self.error is not None else self._ledger.next_region(gated=gated)
+                region = None if self.error is not None else ledger.next_region(gated=gated)
                 if self._changed is not None:
                     self._notify()
                 if region is None:
                     return
-                run = Run(region, self._ledger, self.how)
+                run = Run(region, ledger, self.how)
                 if self._into_grad:
+                    self._backup = self._backup or GradBackup()
                     self._backup.remember(run.leaves)
                 self._running += 1
             found: Found = ()
@@ -229,16 +239,18 @@ class Pass:
         return run.run(self._gate, self._deliver, into_grad=self._into_grad)
 
     def _take_from(self, run: Run, found: Found) -> None:
+        """Settle what a run has brought; what it has not come to has no gradient."""
         ledger = self._ledger
-        count = len(run.leaves)
-        for leaf, gradient in zip(run.leaves, found, strict=False):
+        gradients = iter(found)
+        for leaf, gradient in zip(run.leaves, gradients, strict=False):
             if gradient is not None:
                 ledger.stage(leaf, gradient)
-        for (recv, position), gradient in zip(run.anchors, found[count:], strict=False):
-            if gradient is None:
+        for recv, position in run.anchors:
+            brought: Gradient = next(gradients, NOTHING)
+            if brought is None:
                 ledger.settle_missing(run.region, recv, position)
-            else:
-                ledger.settle(recv.id, position, gradient)
+            else:  # (or it was delivered on the way, or never)
+                ledger.settle(recv.id, position, None if brought is NOTHING else brought)
         ledger.has_run(run.region)
 
     def _accumulate(self) -> None:
@@ -295,7 +307,8 @@ class Pass:
         it any more."""
         if self._running or self.error is None:
             return
-        self._backup.restore()
+        if self._backup is not None:
+            self._backup.restore()
         self._notify()
 
     def wait_until_undone(self, deadline: float) -> None:
@@ -481,12 +494,11 @@ class Pass:
                 raise self.error
             self._committed = True
             staged, self._ledger.staged = self._ledger.staged, []
-            if self._into_grad:
-                self._backup = GradBackup()
+            self._backup = None
         return staged
 
     @property
-    def accumulated(self) -> list[tuple[Tensor, Tensor]]:
+    def accumulated(self) -> Sequence[tuple[Tensor, Tensor]]:
         """The gradients that include what the context had before."""
         return self._ledger.accumulated
 

@@ -17,6 +17,7 @@ from torch.autograd.variable import Variable
 
 from gradwire.gradients.functions import (
     NOTHING,
+    OPEN,
     Gradient,
     Gradients,
     Send,
@@ -26,7 +27,7 @@ from gradwire.gradients.functions import (
     running,
 )
 from gradwire.gradients.graph import Region, Root
-from gradwire.gradients.ledger import OPEN, How, Ledger
+from gradwire.gradients.ledger import How, Ledger
 
 # Below `torch.autograd.grad`, whose checks cost as much as a small region.
 run_backward = Variable._execution_engine.run_backward
@@ -50,34 +51,34 @@ class Run:
         self._outputs: list[GradientEdge] = []
         self._seeds: list[Tensor] = []
         self._gates: list[tuple[Send, int]] = []
-        answers = ledger.answers
         for source, position, edge in region.starts:
             if type(source) is Root:
+                gradient: Gradient = source.gradient
+            else:
+                assert type(source) is Send
+                answer = ledger.answers.get(source.id, OPEN)
+                if answer is OPEN:
+                    is_gate = position in ledger.prospects.known[source.id]
+                    gradient = NOTHING if is_gate else None
+                else:
+                    gradient = answer[position] if answer and position < len(answer) else None
+            if gradient is NOTHING:  # yet, or at all: torch begins nowhere with nothing
+                assert type(source) is Send
+                self._gates.append((source, position))
+            elif gradient is not None:
                 self._outputs.append(edge)
-                self._seeds.append(source.gradient)
-                continue
-            assert type(source) is Send
-            answer = answers.get(source.id, OPEN)
-            if answer is OPEN:
-                if position in ledger.prospects[source.id]:
-                    self._gates.append((source, position))
-            elif answer is not None and position < len(answer):
-                gradient = answer[position]
-                if gradient is NOTHING:
-                    self._gates.append((source, position))  # torch begins nowhere with nothing
-                elif gradient is not None:
-                    self._outputs.append(edge)
-                    self._seeds.append(gradient)
+                self._seeds.append(gradient)
         self.anchors = ledger.open_anchors(region)
         self.leaves = region.leaves
 
     def run(self, gate: Gate, deliver: Deliver, *, into_grad: bool) -> Found:
         """Returns the gradients of the leaves and then those of the anchors, as far as they were
         not delivered, or put into `.grad`, on the way."""
-        frozen = self.region.frozen if not self._how.for_inputs else ()
-        if not (self._outputs or self._gates) or not (self.leaves or self.anchors or frozen):
+        how, gates, outputs = self._how, self._gates, self._outputs
+        frozen = self.region.frozen if not how.for_inputs else ()
+        if not (outputs or gates) or not (self.leaves or self.anchors or frozen):
             return ()
-        if not into_grad and self._is_straight():
+        if not into_grad and len(outputs) == 1 and self._is_straight():
             return self._seeds
         #: Undoes what was done for this run alone.
         undoing: list[Callable[[], object]] = []
@@ -85,29 +86,28 @@ class Run:
         for recv, position in self.anchors:
             sinks.append(edge_at(recv.anchors[position]))
         sinks += frozen
-        outer = running.region, running.into_grad
-        running.region, running.into_grad = True, into_grad
+        outer, running.aside = running.aside, not into_grad
         try:
-            if self._gates:
+            if gates:
                 self._wait_at_gates(gate)
-            if self._gates or into_grad:
+            if gates or into_grad:
                 sinks.append(self._watch_anchors(deliver, undoing))
             found: Found = run_backward(
-                tuple(self._outputs),
+                tuple(outputs),
                 tuple(self._seeds),
-                self._how.retain_graph,
-                self._how.create_graph,
+                how.retain_graph,
+                how.create_graph,
                 tuple(sinks),
                 allow_unreachable=True,
                 accumulate_grad=into_grad,
             )
         finally:
-            running.region, running.into_grad = outer
+            running.aside = outer
             for undo in undoing:
                 undo()
         if into_grad:
             return ()
-        return found[: len(self.leaves)] if self._gates else found
+        return found[: len(self.leaves)] if gates else found
 
     def _watch_anchors(self, deliver: Deliver, undoing: list[Callable[[], object]]) -> Tensor:
         """Have gradients delivered as soon as they get there. Returns what torch must be asked for
@@ -124,7 +124,7 @@ class Run:
     def _is_straight(self) -> bool:
         """Whether something was received and sent on as it is. Its gradient goes back as it is, and
         torch need not be asked."""
-        if self._gates or self.leaves or len(self.anchors) != 1 or len(self._outputs) != 1:
+        if self._gates or self.leaves or len(self.anchors) != 1:
             return False
         recv, position = self.anchors[0]
         is_sent_on = self._outputs[0].node is recv.anchors[position]

@@ -274,7 +274,7 @@ def measure_planning(nodes: int) -> float:
     times = []
     for _ in range(3):
         started = time.perf_counter()
-        make_plan(roots, [])
+        make_plan(roots, [], [])
         times.append(time.perf_counter() - started)
     return statistics.median(times) * 1e6 / nodes
 
