@@ -30,6 +30,7 @@ FORGET = (1 << 64) - 1
 #: A frame's buffers are counted before any memory is set aside for them.
 MAX_ENTRIES = 1 << 20
 _PREFIX_SIZE = PREFIX.size
+_unpack_prefix = PREFIX.unpack_from
 _CHUNK = 1 << 16
 
 Entry = tuple[int, int]
@@ -79,7 +80,7 @@ class FrameReader:
 
     def advance(self, count: int) -> list[Frame]:
         """So many bytes were put there: returns the frames that are complete."""
-        frames = self._fill(count) if self._unfilled else self._parse(count)
+        frames = self._fill(count) if self._unfilled else self._parse(self._end + count)
         if self._unfilled:
             self.target = self._unfilled[-1]
         else:
@@ -98,35 +99,37 @@ class FrameReader:
         large, self._large = self._large, None
         return [large]
 
-    def _parse(self, count: int) -> list[Frame]:
+    def _parse(self, end: int) -> list[Frame]:
         frames: list[Frame] = []
-        self._end += count
-        while True:
-            start = self._start
+        start = self._start
+        while start + _PREFIX_SIZE <= end:
+            head_length, entries, zero = _unpack_prefix(self._chunk, start)
             body = start + _PREFIX_SIZE
-            if body > self._end:
-                if start < self._end:
-                    self._make_room(_PREFIX_SIZE)
+            after = body + head_length
+            if entries or zero or after > end or head_length > self._max_bytes:
+                self._start, self._end = start, end
+                goes_on = self._parse_large(head_length, entries, zero, frames)
+                start, end = self._start, self._end
+                if goes_on:
+                    continue
                 break
-            head_length, entries, zero = PREFIX.unpack_from(self._chunk, start)
-            if head_length > self._max_bytes or entries > MAX_ENTRIES or zero:
-                raise ConnectionClosed(
-                    f"a frame claims {head_length} bytes and {entries} buffers; "
-                    f"the limit is {self._max_bytes} bytes"
-                )
-            end = body + head_length
-            if not entries and end <= self._end:
-                frames.append(Frame(self._chunk[body:end]))
-                self._start = end
-            elif not self._parse_large(head_length, entries, frames):
-                break
-        if self._start == self._end:
-            self._start = self._end = 0
+            frames.append(Frame(self._chunk[body:after]))
+            start = after
+        if start == end:
+            start = end = 0
+        self._start, self._end = start, end
+        if 0 < end - start < _PREFIX_SIZE:
+            self._make_room(_PREFIX_SIZE)
         return frames
 
-    def _parse_large(self, head_length: int, count: int, frames: list[Frame]) -> bool:
+    def _parse_large(self, head_length: int, count: int, zero: int, frames: list[Frame]) -> bool:
         """Take a frame that has buffers, or is not all in the chunk. False when more bytes must
         come."""
+        if head_length > self._max_bytes or count > MAX_ENTRIES or zero:
+            raise ConnectionClosed(
+                f"a frame claims {head_length} bytes and {count} buffers; "
+                f"the limit is {self._max_bytes} bytes"
+            )
         start, have = self._start, self._end - self._start
         body = start + _PREFIX_SIZE
         if not count:

@@ -83,28 +83,35 @@ def _strip(
             if len(value) > _LONG:
                 raise _NeedsPickle
         elif kind not in _ATOMS:
-            if id(value) in met:
+            identity = id(value)
+            if identity in met:
                 raise _NeedsPickle  # it has to arrive as one
-            met.add(id(value))
+            met.add(identity)
             if kind in beside:
                 things.append(value)
                 value = _BESIDE
-            elif (
-                kind not in _CONTAINERS
-                or len(value) > _FEW_ITEMS
-                or len(met) - len(things) > _FEW_CONTAINERS
-            ):
-                raise _NeedsPickle
-            elif kind is dict:
-                pairs = list(value.items())  # at once: another thread may change it
-                if not all(type(key) is str for key, _ in pairs):
-                    raise _NeedsPickle
-                items = _strip([item for _, item in pairs], beside, things, met)
-                value = {key: item for (key, _), item in zip(pairs, items, strict=True)}
             else:
-                value = kind(_strip(tuple(value), beside, things, met))
+                value = _strip_container(kind, value, beside, things, met)
         stripped.append(value)
     return stripped
+
+
+def _strip_container(
+    kind: type, value: Any, beside: Collection[type], things: list[Any], met: set[int]
+) -> Any:
+    if (
+        kind not in _CONTAINERS
+        or len(value) > _FEW_ITEMS
+        or len(met) - len(things) > _FEW_CONTAINERS
+    ):
+        raise _NeedsPickle
+    if kind is not dict:
+        return kind(_strip(tuple(value), beside, things, met))
+    pairs = list(value.items())  # at once: another thread may change it
+    if not all(type(key) is str for key, _ in pairs):
+        raise _NeedsPickle
+    items = _strip([item for _, item in pairs], beside, things, met)
+    return {key: item for (key, _), item in zip(pairs, items, strict=True)}
 
 
 def put_together(form: int, plain: Any, things: Sequence[Any]) -> Any:
@@ -127,12 +134,12 @@ def _fill(values: Iterable[Any], things: Iterator[Any]) -> list[Any]:
     """Undo `_strip`."""
     filled = []
     for value in values:
-        kind = type(value)
         if value is _BESIDE:
             value = next(things)
-        elif kind is dict:
-            value = dict(zip(value, _fill(value.values(), things), strict=True))
-        elif kind in _CONTAINERS:
-            value = kind(_fill(value, things))
+        elif type(value) in _CONTAINERS:
+            if type(value) is dict:
+                value = dict(zip(value, _fill(value.values(), things), strict=True))
+            else:
+                value = type(value)(_fill(value, things))
         filled.append(value)
     return filled

@@ -45,6 +45,7 @@ INLINE_BYTES = 8192
 
 _strided = torch.strided
 _Parameter = torch.nn.Parameter
+_frombuffer = torch.frombuffer
 
 # The elements, or None if there are many; dtype code; shape; REQUIRES_GRAD, PARAMETER and SPREAD,
 # as far as they are true; and unless the tensor is contiguous its strides.
@@ -131,12 +132,12 @@ def rebuild(
     # Whatever it is made from, it must be no view: autograd restricts what may be done with those.
     if not len(memory):
         tensor = torch.empty(shape, dtype=dtype, device="cpu")
-    elif type(memory) is bytearray and strides is None:
-        tensor = torch.frombuffer(memory, dtype=dtype)
+    elif strides is None and type(memory) is bytearray:
+        tensor = _frombuffer(memory, dtype=dtype)
         if len(shape) != 1:
             tensor.resize_(shape)
     else:
-        flat = memory if isinstance(memory, Tensor) else torch.frombuffer(memory, dtype=dtype)
+        flat = memory if isinstance(memory, Tensor) else _frombuffer(memory, dtype=dtype)
         if flat.dtype is not dtype:
             flat = flat.view(dtype)
         if strides is None:
@@ -148,11 +149,9 @@ def rebuild(
             tensor.copy_(flat.view(shape))
         else:
             tensor = flat.as_strided(shape, strides).detach()
-    if not flags & (PARAMETER | REQUIRES_GRAD):
-        return tensor
     if flags & PARAMETER:
         return _Parameter(tensor, requires_grad=bool(flags & REQUIRES_GRAD))
-    return tensor.requires_grad_()
+    return tensor.requires_grad_() if flags & REQUIRES_GRAD else tensor
 
 
 def take_apart(tensor: Tensor) -> tuple[Any, ...] | None:

@@ -101,17 +101,18 @@ class Decoding:
     def read_parts(self, payload: bytes | memoryview) -> Any:
         """Undo what was done to a value that needs no pickle."""
         form, plain, described = marshal.loads(payload)
-        things: list[Any] = []
-        for thing in described:
-            if type(thing) is tuple:
-                elements, *others = thing
-                things.append(self.dense(elements and bytearray(elements), *others))
-            elif type(thing) is list:
-                name, parts = thing
-                things.append(self._as_current(self.codec.builders[name], parts))
-            else:
-                things.append(self.unpickle(thing))
+        things = [
+            self.dense(*thing) if type(thing) is tuple else self._rebuild(thing)
+            for thing in described
+        ]
         return put_together(form, plain, things)
+
+    def _rebuild(self, thing: Any) -> Any:
+        """What was taught, or pickled by itself."""
+        if type(thing) is list:
+            name, parts = thing
+            return self._as_current(self.codec.builders[name], parts)
+        return self.unpickle(thing)
 
     def _as_current(self, read: Callable[[Any], Any], what: Any) -> Any:
         outer, _current.decoding = _current.decoding, self
@@ -131,6 +132,8 @@ class Decoding:
         """A tensor from what was sent of it; its memory, if None, travelled as a buffer."""
         if memory is None:
             memory = next(self.buffers)
+        elif type(memory) is bytes:
+            memory = bytearray(memory)  # which can be written to
         tensor = wire_tensors.rebuild(memory, code, shape, flags, strides)
         if flags & _REQUIRES_GRAD and self.arrival is not None:
             tensor = self.arrival(tensor)
@@ -269,12 +272,12 @@ class Codec:
     def _encode(self, value: Any, parts: Parts | None) -> Encoded:
         encoded = Encoded()
         try:
-            if parts is not None:
+            if parts is None:
+                encoded.payload = self._pickle(value, encoded)
+            else:
                 form, plain, things = parts
                 described = [self._describe(thing, encoded) for thing in things]
                 encoded.payload = marshal.dumps((form, plain, described), MARSHAL_VERSION)
-            else:
-                encoded.payload = self._pickle(value, encoded)
         except BaseException:
             encoded.tell_passengers(None)
             raise
@@ -294,15 +297,14 @@ class Codec:
     def _describe(self, thing: Any, encoding: Encoded) -> tuple[Any, ...] | list[Any] | bytes:
         """What goes beside a plain value, in plain words: a tuple for a tensor, a list for what
         was taught, or a pickle."""
-        kind = type(thing)
-        if kind is Tensor:
+        if type(thing) is Tensor:
             described = wire_tensors.describe(thing, encoding.buffers)
             if described is not None:
                 if thing.requires_grad:
                     encoding.differentiable.append(thing)
                 return described
-        elif kind in self._taught:
-            name, take_apart = self._taught[kind]
+        elif type(thing) in self._taught:
+            name, take_apart = self._taught[type(thing)]
             return [name, encoding.as_current(take_apart, thing)]
         return self._pickle(thing, encoding)
 
