@@ -311,9 +311,9 @@ def test_a_taught_type_is_rebuilt_by_the_codec_that_decodes(key: Any) -> None:
 
     sender.teach(Stubborn, "stubborn", lambda _: "parts", lambda _: "never called here")
     receiver.teach(Stubborn, "stubborn", lambda _: "never called here", rebuild)
-    value, decoding = receiver.decode(sender.encode({key: Stubborn()}).payload)
+    value, unsettled = receiver.decode(sender.encode({key: Stubborn()}).payload)
     assert value == {key: "rebuilt parts"}
-    assert decoding.unsettled == ["parts"]
+    assert unsettled == ["parts"]
     assert rebuilt == [receiver]
     one = Stubborn()
     (first, second), _ = receiver.decode(sender.encode((one, one)).payload)

@@ -38,6 +38,8 @@ from gradwire.wire.values import Codec, Encoded
 
 logger = logging.getLogger("gradwire")
 
+_EXCEPTION = Kind.EXCEPTION
+
 T = TypeVar("T")
 Handler = Callable[[Request], None]
 
@@ -219,26 +221,26 @@ class Agent:
         """The value in the reply to a call, and what must be waited for before it is used."""
         if call.error is not None:
             raise call.error
-        assert call.reply is not None
-        assert call.link is not None
-        by = call.link.to
-        kind, _, tags, payload = unpack(call.reply.head)
-        if kind == Kind.EXCEPTION:
-            raise decode_exception(self.codec, payload, call.reply.buffers, by.name)
+        reply, link = call.reply, call.link
+        assert reply is not None
+        assert link is not None
+        call.reply = None  # the memory will belong to the value's tensors
+        kind, _, tags, payload = unpack(reply.head)
+        if kind == _EXCEPTION:
+            raise decode_exception(self.codec, payload, reply.buffers, link.to.name)
         try:
-            value, unsettled = self.decode(payload, call.reply.buffers, by.id, tags)
+            return self.decode(payload, reply.buffers, link.to.id, tags)
         except Exception as error:
+            by = link.to.name
             raise RemoteError(
-                f"the result of {call.name} on worker {by.name!r} cannot be read here: {error!r}",
-                worker=by.name,
+                f"the result of {call.name} on worker {by!r} cannot be read here: {error!r}",
+                worker=by,
                 call=call.name,
             ) from error
-        call.reply = None  # the memory belongs to the value's tensors from now on
-        return value, unsettled
 
     def decode(
         self,
-        payload: memoryview,
+        payload: bytes | memoryview,
         buffers: Sequence[Tensor],
         sender: int,
         tags: Tags | None,
@@ -255,8 +257,7 @@ class Agent:
                 # References in it must be dropped in good order.
                 self.codec.decode(payload, buffers, is_call=is_call)
                 raise
-        value, decoding = self.codec.decode(payload, buffers, arrival, is_call=is_call)
-        return value, decoding.unsettled
+        return self.codec.decode(payload, buffers, arrival, is_call=is_call)
 
     def _complete(self, call: OpenCall) -> None:
         """Complete the future of an asynchronous call."""

@@ -86,13 +86,46 @@ class Calls:
             fail(error, "reading the arguments")
             return
         # The tensors own the memory now; the request must not keep it until it is answered.
-        request.payload, request.buffers = memoryview(b""), ()
+        request.payload, request.buffers = b"", ()
         request.subject = func
-        run = _Run(self._agent, request, func, args, kwargs, deliver, fail)
-        if unsettled:
-            when_all(unsettled, run.start_later)
-        else:
-            run.start()
+        if not unsettled:
+            self._run(request, func, args, kwargs, deliver, fail)
+            return
+
+        def go_on(error: BaseException | None) -> None:
+            """Run on a thread of the crew, now that the arguments are ready."""
+            if error is not None:
+                fail(error, call_name(func))
+                return
+            run = partial(self._run, request, func, args, kwargs, deliver, fail)
+            self._agent.executor.submit(lambda: self._agent.run_in_context(run))
+
+        when_all(unsettled, go_on)
+
+    def _run(
+        self,
+        request: Request,
+        func: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        deliver: Deliver,
+        fail: Fail,
+    ) -> None:
+        """Run a function inside of what the interceptors want around it."""
+        surroundings = None
+        try:
+            for interceptor in self._agent.interceptors:
+                surrounding = interceptor.serving(request)
+                if surrounding is not None:
+                    surroundings = surroundings or ExitStack()
+                    surroundings.enter_context(surrounding)
+            if surroundings is None:
+                _deliver(func, func(*args, **kwargs), deliver, fail)
+            else:
+                with surroundings:
+                    _deliver(func, func(*args, **kwargs), deliver, fail)
+        except BaseException as error:
+            fail(error, call_name(func))
 
     def answer(self, request: Request, value: Any) -> None:
         """Send the result of a user call, tagged by the interceptors."""
@@ -111,80 +144,23 @@ class Calls:
         request.answer_encoded(encoded, tags)
 
 
-class _Run:
-    """One run of a user function on behalf of a request."""
+def _deliver(func: Callable[..., Any], result: Any, deliver: Deliver, fail: Fail) -> None:
+    """Hand over the result of a function, or see to it that this happens when it is there."""
+    if type(result) is Deferred:
+        result = result.future
+    elif not hasattr(func, ASYNC_MARK):
+        deliver(result)
+        return
+    if not isinstance(result, torch._C.Future):
+        raise TypeError(
+            "Functions decorated with @rpc.functions.async_execution must return a "
+            f"torch.futures.Future, but {call_name(func)} returned {type(result)}"
+        )
 
-    __slots__ = (
-        "agent",
-        "args",
-        "deliver",
-        "fail",
-        "func",
-        "kwargs",
-        "request",
-    )
-
-    def __init__(
-        self,
-        agent: Agent,
-        request: Request,
-        func: Callable[..., Any],
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        deliver: Deliver,
-        fail: Fail,
-    ):
-        self.agent = agent
-        self.request = request
-        self.func = func
-        self.args = args
-        self.kwargs = kwargs
-        self.deliver = deliver
-        self.fail = fail
-
-    def _fail(self, error: BaseException) -> None:
-        self.fail(error, call_name(self.func))
-
-    def start_later(self, error: BaseException | None) -> None:
-        """Start on a thread of the crew, now that the arguments are ready."""
-        if error is not None:
-            self._fail(error)
-        else:
-            self.agent.executor.submit(lambda: self.agent.run_in_context(self.start))
-
-    def start(self) -> None:
-        surroundings = None
+    def take_over(future: Any) -> None:
         try:
-            for interceptor in self.agent.interceptors:
-                surrounding = interceptor.serving(self.request)
-                if surrounding is not None:
-                    surroundings = surroundings or ExitStack()
-                    surroundings.enter_context(surrounding)
-            if surroundings is None:
-                self._run()
-            else:
-                with surroundings:
-                    self._run()
+            deliver(future.wait())
         except BaseException as error:
-            self._fail(error)
+            fail(error, call_name(func))
 
-    def _run(self) -> None:
-        result = self.func(*self.args, **self.kwargs)
-        self.args, self.kwargs = (), {}
-        if isinstance(result, Deferred):
-            result = result.future
-        elif not hasattr(self.func, ASYNC_MARK):
-            self.deliver(result)
-            return
-        if not isinstance(result, torch._C.Future):
-            raise TypeError(
-                "Functions decorated with @rpc.functions.async_execution must return a "
-                f"torch.futures.Future, but {call_name(self.func)} returned {type(result)}"
-            )
-        result.add_done_callback(self._deliver_future)
-
-    def _deliver_future(self, future: Any) -> None:
-        try:
-            self.deliver(future.wait())
-        except BaseException as error:
-            self._fail(error)
+    result.add_done_callback(take_over)

@@ -89,27 +89,18 @@ class Link:
 
     def send(self, call: OpenCall, encoded: Encoded, tags: Tags | None = None) -> None:
         """Let a call leave. Raises WorkerLost if it cannot, and then it surely has not run."""
-        call.id = next(self._uncounted_ids if call.kind in _UNCOUNTED_KINDS else self._ids)
+        id = call.id = next(self._uncounted_ids if call.kind in _UNCOUNTED_KINDS else self._ids)
         call.link = self
-        call.passengers = encoded.passengers
+        passengers = call.passengers = encoded.passengers
         if not self._open:
             self.last_sign = time.monotonic()
-        frame = Frame(
-            pack(call.kind, call.id, encoded.payload, tags, references=bool(encoded.passengers)),
-            encoded.buffers,
-        )
+        head = pack(call.kind, id, encoded.payload, tags, references=bool(passengers))
+        frame = Frame(head, encoded.buffers)
         try:
-            self._open[call.id] = call
+            self._open[id] = call
             self._due(call.deadline)
-            # One of many: it can wait for the next ones, and travel with them.
-            held = len(self._open) > _MANY and call.future and self.connection.hold(frame)
-            if not held:
+            if call.future is None or len(self._open) <= _MANY or not self._hold(frame):
                 self.connection.send(frame, self._executor.hand_over)
-            elif held >= _MANY:
-                self.connection.flush(self._executor.hand_over)
-            elif not self._flush_due:
-                self._flush_due = True
-                self._executor.post(self._flush)
         except ConnectionClosed as closed:
             untouched = self._open.pop(call.id, None) is not None
             self.end(str(closed))
@@ -128,12 +119,22 @@ class Link:
             if not isinstance(error, Exception):
                 self.end("a thread that was sending on it was interrupted")
             raise
-        if encoded.passengers:
+        if passengers:
             encoded.tell_passengers(self.to)
         if self.end_reason is not None:
             self._fail_all(self.end_reason)  # it ended before this call was among the open ones
         if call.future is not None and not self._armed and not self._caller_reads:
             self._arm()
+
+    def _hold(self, frame: Frame) -> bool:
+        """One of many calls: it can wait for the next ones, and travel with them."""
+        held = self.connection.hold(frame)
+        if held >= _MANY:
+            self.connection.flush(self._executor.hand_over)
+        elif held and not self._flush_due:
+            self._flush_due = True
+            self._executor.post(self._flush)
+        return held > 0
 
     def _flush(self) -> None:
         self._flush_due = False  # first: whoever holds a frame back from now on asks again

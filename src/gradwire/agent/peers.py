@@ -55,9 +55,11 @@ class Peers:
 
     def find(self, to: str | int | WorkerInfo) -> Peer:
         """The worker meant by `to`. Raises UnknownWorkerError."""
-        if isinstance(to, WorkerInfo):
-            to = to.id
-        peer = self._by_id.get(to) if type(to) is int else self._by_name.get(to)  # type: ignore[arg-type]
+        if type(to) is str:
+            peer = self._by_name.get(to)
+        else:
+            to = to.id if isinstance(to, WorkerInfo) else to
+            peer = self._by_id.get(to)  # type: ignore[arg-type]
         if peer is not None:
             return peer
         member = self._roster.by_name(to) if isinstance(to, str) else self._roster.by_id(to)

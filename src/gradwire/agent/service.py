@@ -41,7 +41,7 @@ class Request:
         kind: int,
         id: int,
         tags: Tags | None,
-        payload: memoryview,
+        payload: bytes | memoryview,
         buffers: Sequence[Tensor],
     ):
         self.service = service

@@ -135,11 +135,14 @@ class Recv:
 
     def take(self, tensor: Tensor) -> Tensor:
         """One of its tensors, a leaf; gives the one that user code gets to see."""
-        large = _is_large(tensor)
-        arrived = _twin(tensor, large) if self._into_grad else _stop(tensor)
-        anchor: Any = arrived.grad_fn
+        large = tensor.layout is _strided and tensor.nbytes > _SMALL_BYTES
         if self._into_grad:
+            arrived = _twin(tensor, large)
+            anchor: Any = arrived.grad_fn
             anchor.register_prehook(_run_anchor)
+        else:
+            arrived = _stop(tensor)
+            anchor = arrived.grad_fn
         # Now, while nobody else knows the node: torch may run it in several threads at a time.
         hooks = _Hooks()
         arrived._backward_hooks = hooks

@@ -39,29 +39,32 @@ def make_roots(
     """Check what backward is called on."""
     if not tensors:
         raise ValueError("No tensors provided for gradient computation.")
-    given = gradients if gradients is not None else [None] * len(tensors)
-    if len(given) != len(tensors):
-        raise ValueError(f"{len(tensors)} roots, but {len(given)} gradients for them")
-    roots = []
-    for tensor, gradient in zip(tensors, given, strict=True):
-        if not tensor.requires_grad:
-            raise ValueError(f"requires_grad not set on root {tensor!r}")
-        if gradient is None and tensor.numel() != 1:
-            raise ValueError(
-                f"root of shape {tuple(tensor.shape)} is not a scalar, all roots need to be scalar "
-                "unless grad_tensors gives their gradients"
-            )
-        if gradient is None and tensor.is_complex():
-            raise ValueError("a root is complex: say with grad_tensors what its gradient is")
-        if tensor.grad_fn is None:
-            raise ValueError("a root does not have a valid gradient function: it is a leaf")
-        if gradient is not None and gradient.shape != tensor.shape:
-            raise ValueError(
-                f"a root of shape {tuple(tensor.shape)} has a gradient of shape "
-                f"{tuple(gradient.shape)}"
-            )
-        roots.append(Root(tensor, torch.ones_like(tensor) if gradient is None else gradient))
-    return roots
+    if gradients is None:
+        return [_make_root(tensor, None) for tensor in tensors]
+    if len(gradients) != len(tensors):
+        raise ValueError(f"{len(tensors)} roots, but {len(gradients)} gradients for them")
+    return [_make_root(*pair) for pair in zip(tensors, gradients, strict=True)]
+
+
+def _make_root(tensor: Tensor, gradient: Tensor | None) -> Root:
+    if not tensor.requires_grad:
+        raise ValueError(f"requires_grad not set on root {tensor!r}")
+    if tensor.grad_fn is None:
+        raise ValueError("a root does not have a valid gradient function: it is a leaf")
+    if gradient is not None:
+        if gradient.shape == tensor.shape:
+            return Root(tensor, gradient)
+        raise ValueError(
+            f"a root of shape {tuple(tensor.shape)} has a gradient of shape {tuple(gradient.shape)}"
+        )
+    if tensor.numel() != 1:
+        raise ValueError(
+            f"root of shape {tuple(tensor.shape)} is not a scalar, all roots need to be scalar "
+            "unless grad_tensors gives their gradients"
+        )
+    if tensor.is_complex():
+        raise ValueError("a root is complex: say with grad_tensors what its gradient is")
+    return Root(tensor, torch.ones_like(tensor))
 
 
 Source = Root | Send

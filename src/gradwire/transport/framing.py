@@ -102,7 +102,7 @@ class FrameReader:
     def _parse(self, end: int) -> list[Frame]:
         frames: list[Frame] = []
         start = self._start
-        while start + _PREFIX_SIZE <= end:
+        while end - start >= _PREFIX_SIZE:
             head_length, entries, zero = _unpack_prefix(self._chunk, start)
             body = start + _PREFIX_SIZE
             after = body + head_length
@@ -110,15 +110,16 @@ class FrameReader:
                 self._start, self._end = start, end
                 goes_on = self._parse_large(head_length, entries, zero, frames)
                 start, end = self._start, self._end
-                if goes_on:
-                    continue
-                break
-            frames.append(Frame(self._chunk[body:after]))
-            start = after
+                if not goes_on:
+                    break
+            else:
+                frames.append(Frame(self._chunk[body:after]))
+                start = after
         if start == end:
-            start = end = 0
+            self._start = self._end = 0
+            return frames
         self._start, self._end = start, end
-        if 0 < end - start < _PREFIX_SIZE:
+        if end - start < _PREFIX_SIZE:
             self._make_room(_PREFIX_SIZE)
         return frames
 

@@ -38,6 +38,7 @@ _GAP_SECONDS = 0.0002
 _PATIENCE_SECONDS = 0.001
 #: How often a thread that waits for another one to have sent looks whether that makes sense.
 _LOOK_SECONDS = 1.0
+_pack_prefix = PREFIX.pack
 _CAN_GATHER = hasattr(socket.socket, "sendmsg")  # not on Windows
 
 
@@ -88,17 +89,15 @@ class StreamConnection:
     # -- sending
 
     def send(self, frame: Frame, blocked: Callable[[], object] | None = None) -> None:
-        head = frame.head
-        parts: list[Bytes]
-        inline: list[Tensor] = []  # keeps alive what `parts` only points to
+        size = len(frame.head)
         if frame.buffers:
             parts, inline = self._parts(frame)
-        elif len(head) < _JOIN_BYTES:
-            parts = [PREFIX.pack(len(head), 0, 0) + head]
+            self._transmit(parts, blocked)
+            del inline  # till then: `parts` only points to it
+        elif size < _JOIN_BYTES:
+            self._transmit([_pack_prefix(size, 0, 0) + frame.head], blocked)
         else:
-            parts = [PREFIX.pack(len(head), 0, 0), head]
-        self._transmit(parts, blocked)
-        del inline
+            self._transmit([_pack_prefix(size, 0, 0), frame.head], blocked)
 
     def _transmit(self, parts: list[Bytes], blocked: Callable[[], object] | None = None) -> None:
         if not self._writing.acquire(blocking=False):
@@ -174,10 +173,10 @@ class StreamConnection:
             while parts:
                 if self._closed:
                     raise ConnectionClosed("the connection is closed")
-                single = len(parts) == 1
+                first = parts[0]
                 try:
-                    if single or not _CAN_GATHER:
-                        sent = self._sock.send(parts[0])
+                    if len(parts) == 1 or not _CAN_GATHER:
+                        sent = self._sock.send(first)
                     else:
                         sent = self._sock.sendmsg(parts[:_MAX_PARTS])
                 except BlockingIOError:
@@ -189,7 +188,7 @@ class StreamConnection:
                             f"the peer has not taken any data for {self._stall_limit:g} s"
                         ) from None
                     continue
-                if single and sent == len(parts[0]):
+                if sent == len(first) and len(parts) == 1:
                     return
                 while parts and sent >= len(parts[0]):
                     sent -= len(parts.pop(0))

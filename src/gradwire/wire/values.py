@@ -228,6 +228,7 @@ def _sparse(*parts: Any) -> Tensor:
 _CODE = 0x67726164
 copyreg.add_extension(__name__, _dense.__name__, _CODE)
 _KNOWN = pickle.EXT4 + _CODE.to_bytes(4, "little") + pickle.MEMOIZE + pickle.POP
+_PICKLED = _KNOWN[0]
 _known = pickle.Pickler(io.BytesIO(), 5)
 _known.memo = {id(_dense): (0, _dense)}
 
@@ -344,14 +345,15 @@ class Codec:
         arrival: Callable[[Tensor], Tensor] | None = None,
         *,
         is_call: bool = False,
-    ) -> tuple[Any, Decoding]:
+    ) -> tuple[Any, list[Any]]:
+        """A value, and what must be waited for before it is used."""
         if torch.is_inference_mode_enabled():
             # A thread may decode for others while it is in somebody's inference_mode.
             with torch.inference_mode(False):
                 return self.decode(payload, buffers, arrival, is_call=is_call)
         decoding = Decoding(self, buffers, arrival, is_call)
-        read = decoding.unpickle if payload[0] == _KNOWN[0] else decoding.read_parts
-        return read(payload), decoding
+        read = decoding.unpickle if payload[0] == _PICKLED else decoding.read_parts
+        return read(payload), decoding.unsettled
 
     def encode_call(
         self,
