@@ -174,7 +174,7 @@ class Engine:
 
     def _serve(self, request: Request) -> None:
         (context_id, pass_id, how_given, said, failed, share), gradients = request.decode()
-        how, news = How(*how_given), restored(said, gradients)
+        news = restored(said, gradients)
         sender = request.caller.id
         context = self._contexts.find(context_id)
         if context is None:  # nothing that was sent in this context has arrived here
@@ -190,8 +190,8 @@ class Engine:
                 payload, buffers = reason
                 raise decode_exception(self.agent.codec, payload, buffers, self.agent.info.name)
             found = context.passes.get(pass_id)
-            over = found is None and context.is_over(pass_id)
-            if found is None and not over:
+            if found is None and not context.is_over(pass_id):
+                how = How(*how_given)
                 parent = creator(pass_id) if how.for_inputs else sender
                 found = context.passes[pass_id] = Pass(self, context, pass_id, how, parent)
             first = found is not None and found.is_first(share)

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -31,6 +31,8 @@ class Root:
 
     tensor: Tensor
     gradient: Tensor
+    #: No message has this id.
+    id: ClassVar[int] = 0
 
 
 def make_roots(

@@ -79,7 +79,7 @@ class Ledger:
     @property
     def prospects(self) -> Prospects:
         if self._prospects is None:
-            self._prospects = Prospects(self, self._known_prospects)
+            self._prospects = Prospects(self)
         return self._prospects
 
     # -- planning
@@ -95,15 +95,11 @@ class Ledger:
     ) -> None:
         """Take over a plan. `known` are the workers to tell, `wanted` the tensors whose gradients
         are asked for, if not all leaves are; `groups` have leaves among those of the plan."""
+        self.plan = plan
         self.sends = sends
         self._recvs = recvs
         self._wanted = {id(tensor) for tensor in wanted} if wanted else ()
         self._groups = groups
-        self._loose = plan.loose
-        self._known_prospects = plan.prospects
-        self.regions = plan.regions
-        #: By send: the region it is a source of.
-        self.region_of = plan.region_of
         self.replies: dict[int, _Reply] = {}
         for message, recv in recvs.items():
             size = plan.sizes[message]
@@ -116,7 +112,7 @@ class Ledger:
             self.settle(recv.id, position, None)
         if self.me in known:
             self._answer_unknown(self.me, self._unanswered(self.me))
-        known.discard(self.me)
+            known.remove(self.me)
         self.family.untold = known
         for region in plan.regions:
             self.consider(region)
@@ -152,16 +148,26 @@ class Ledger:
                 return ready.pop(number)
         return ready.pop(0) if gated and ready else None
 
-    def settle_missing(self, region: Region, recv: Recv, position: int) -> None:
-        """A run has brought an anchor no gradient: backward has not come there, or with nothing."""
-        comes_there = self.prospects.look_into(region).includes(recv.anchors[position])
-        self.settle(recv.id, position, NOTHING if comes_there else None)
-
-    def has_run(self, region: Region) -> None:
-        """The gradients it has brought are settled."""
+    def take_run(
+        self, region: Region, anchors: Sequence[Anchor], found: Sequence[Tensor | None]
+    ) -> None:
+        """Take what the run of a region has brought: the gradients of its leaves and of anchors, as
+        far as they have not got here on the way. What it has not come to has none."""
+        gradients = iter(found)
+        for leaf, gradient in zip(region.leaves, gradients, strict=False):
+            if gradient is not None:
+                self.stage(leaf, gradient)
+        for recv, position in anchors:
+            brought: Gradient = next(gradients, NOTHING)
+            if brought is NOTHING:
+                brought = None
+            elif brought is None:  # backward has not come there, or with nothing
+                reach = self.prospects.look_into(region)
+                brought = NOTHING if reach.includes(recv.anchors[position]) else None
+            self.settle(recv.id, position, brought)
         for source in region.sources:
             # (One may be still to come: with gradients for loose ends, but none for the region.)
-            if type(source) is Send and source.id in self.answers:
+            if source.id in self.answers:
                 self.answers[source.id] = None  # used up
         self._left -= 1
         self._conclude()
@@ -220,13 +226,13 @@ class Ledger:
         self.answers[id] = gradients
         self._left -= 1
         given = gradients or []
-        loose = self._loose.get(id, ())
+        loose = self.plan.loose.get(id, ())
         for position in loose:
             gradient = given[position] if position < len(given) else None
             if gradient is not None and gradient is not NOTHING:
                 self.stage(send.ends[position], gradient)
                 given[position] = None  # it has got where it belongs
-        region = self.region_of.get(id)
+        region = self.plan.region_of.get(id)
         if region is None:
             return
         count = len([gradient for gradient in given if gradient is not None])

@@ -43,7 +43,7 @@ from gradwire.agent.service import Request
 from gradwire.errors import CallTimeout, ContextReleased, GradwireError
 from gradwire.gradients.accumulation import Group, accumulate, touched
 from gradwire.gradients.context import Context, add_up
-from gradwire.gradients.functions import NOTHING, Gradient, Gradients, Send, SentTensor
+from gradwire.gradients.functions import Gradient, Gradients, Send, SentTensor
 from gradwire.gradients.graph import Plan, Region, Root, make_plan
 from gradwire.gradients.ledger import How, Ledger
 from gradwire.gradients.news import News, restored
@@ -212,7 +212,7 @@ class Pass:
                 run = Run(region, ledger, self.how)
                 if self._into_grad:
                     self._backup = self._backup or GradBackup()
-                    self._backup.remember(run.leaves)
+                    self._backup.remember(region.leaves)
                 self._running += 1
             found: Found = ()
             failure: BaseException | None = None
@@ -223,7 +223,7 @@ class Pass:
             with self._lock:
                 self._running -= 1
                 if failure is None:
-                    self._take_from(run, found)
+                    ledger.take_run(region, run.anchors, found)
                 if self.error is not None:
                     self._undo_if_failed()
             if failure is not None:
@@ -237,21 +237,6 @@ class Pass:
                 with recording:
                     return run.run(self._gate, self._deliver, into_grad=self._into_grad)
         return run.run(self._gate, self._deliver, into_grad=self._into_grad)
-
-    def _take_from(self, run: Run, found: Found) -> None:
-        """Settle what a run has brought; what it has not come to has no gradient."""
-        ledger = self._ledger
-        gradients = iter(found)
-        for leaf, gradient in zip(run.leaves, gradients, strict=False):
-            if gradient is not None:
-                ledger.stage(leaf, gradient)
-        for recv, position in run.anchors:
-            brought: Gradient = next(gradients, NOTHING)
-            if brought is None:
-                ledger.settle_missing(run.region, recv, position)
-            else:  # (or it was delivered on the way, or never)
-                ledger.settle(recv.id, position, None if brought is NOTHING else brought)
-        ledger.has_run(run.region)
 
     def _accumulate(self) -> None:
         """See to the groups of leaves, last of all."""

@@ -30,10 +30,10 @@ def _has(gradients: Gradients | None, position: int) -> bool:
 class Prospects:
     """The part of a ledger that looks ahead."""
 
-    def __init__(self, ledger: Ledger, known: dict[int, set[int]]):
+    def __init__(self, ledger: Ledger):
         self._ledger = ledger
         #: Which tensors of sends gradients will come to, as far as that is known.
-        self.known = known
+        self.known = ledger.plan.prospects
         #: The sends others were asked about; and what they must hear, by worker.
         self._asked: set[int] = set()
         self._questions: dict[int, list[int]] = {}
@@ -93,7 +93,7 @@ class Prospects:
         if id in ledger.answers or id in self.known:
             return
         self.known[id] = set(positions)
-        region = ledger.region_of.get(id)
+        region = ledger.plan.region_of.get(id)
         if region is None or region.reach is None:
             return
         for position in range(len(ledger.sends[id].ends)):
@@ -153,7 +153,7 @@ class Prospects:
         if not self._region_of_anchor:
             self._region_of_anchor = {
                 (recv.id, of_recv): region
-                for region in self._ledger.regions
+                for region in self._ledger.plan.regions
                 for recv, of_recv in region.anchors
             }
         return self._region_of_anchor[message, position]

@@ -43,10 +43,10 @@ Found = Sequence["Tensor | None"]
 class Run:
     """One run of a region. Made with the lock of the pass held, run without."""
 
-    __slots__ = ("_gates", "_how", "_outputs", "_seeds", "anchors", "leaves", "region")
+    __slots__ = ("_gates", "_how", "_outputs", "_region", "_seeds", "anchors")
 
     def __init__(self, region: Region, ledger: Ledger, how: How):
-        self.region = region
+        self._region = region
         self._how = how
         self._outputs: list[GradientEdge] = []
         self._seeds: list[Tensor] = []
@@ -69,20 +69,22 @@ class Run:
                 self._outputs.append(edge)
                 self._seeds.append(gradient)
         self.anchors = ledger.open_anchors(region)
-        self.leaves = region.leaves
 
     def run(self, gate: Gate, deliver: Deliver, *, into_grad: bool) -> Found:
         """Returns the gradients of the leaves and then those of the anchors, as far as they were
         not delivered, or put into `.grad`, on the way."""
         how, gates, outputs = self._how, self._gates, self._outputs
-        frozen = self.region.frozen if not how.for_inputs else ()
-        if not (outputs or gates) or not (self.leaves or self.anchors or frozen):
+        if not outputs and not gates:
+            return ()
+        leaves = self._region.leaves
+        frozen = self._region.frozen if not how.for_inputs else ()
+        if not (self.anchors or leaves or frozen):
             return ()
         if not into_grad and len(outputs) == 1 and self._is_straight():
             return self._seeds
         #: Undoes what was done for this run alone.
         undoing: list[Callable[[], object]] = []
-        sinks: list[Tensor | GradientEdge] = [*self.leaves]
+        sinks: list[Tensor | GradientEdge] = [*leaves]
         for recv, position in self.anchors:
             sinks.append(edge_at(recv.anchors[position]))
         sinks += frozen
@@ -107,7 +109,7 @@ class Run:
                 undo()
         if into_grad:
             return ()
-        return found[: len(self.leaves)] if gates else found
+        return found[: len(leaves)] if gates else found
 
     def _watch_anchors(self, deliver: Deliver, undoing: list[Callable[[], object]]) -> Tensor:
         """Have gradients delivered as soon as they get there. Returns what torch must be asked for
@@ -124,7 +126,7 @@ class Run:
     def _is_straight(self) -> bool:
         """Whether something was received and sent on as it is. Its gradient goes back as it is, and
         torch need not be asked."""
-        if self._gates or self.leaves or len(self.anchors) != 1:
+        if self._gates or self._region.leaves or len(self.anchors) != 1:
             return False
         recv, position = self.anchors[0]
         is_sent_on = self._outputs[0].node is recv.anchors[position]
@@ -134,8 +136,8 @@ class Run:
         """A gate is a twin of what was sent, made for this run: it gets its gradient when torch
         comes to it. That is after everything else, the newest first."""
         above = max(_ABOVE_GATES, len(self._gates))
-        if self.region.reach is not None:  # else nothing is out
-            _lift(self.region.reach.alive(), above)
+        if self._region.reach is not None:  # else nothing is out
+            _lift(self._region.reach.alive(), above)
         oldest_first = sorted(self._gates, key=lambda gate: gate[0].id)
         for number, (send, position) in enumerate(oldest_first):
             twin = send.twin(position)
