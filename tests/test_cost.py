@@ -12,7 +12,7 @@ from torch import Tensor
 
 from gradwire import autograd, current, rpc
 from gradwire.gradients import runs
-from gradwire.gradients.graph import Root, make_plan
+from gradwire.gradients.graph import Plan, Root
 from gradwire.testing import Fault, FaultyTransport, cluster, soak
 from gradwire.transport.memory import MemoryNetwork
 from gradwire.wire.messages import Kind
@@ -209,7 +209,8 @@ def test_planning_looks_at_every_node_once() -> None:
     for _ in range(10_000):
         nodes.append(Node(nodes[-1], nodes[-1], nodes[len(nodes) // 2]))
     results: list[Any] = [Result(node) for node in nodes[::100]]
-    plan = make_plan([Root(result, torch.ones(())) for result in results], [], [])
+    plan = Plan()
+    plan.finish([Root(result, torch.ones(())) for result in results])
     assert len(plan.regions) == 1
     assert {node.visits for node in nodes} == {1}
 

@@ -12,7 +12,7 @@ from torch.autograd.graph import GradientEdge
 
 from gradwire import autograd, current, rpc
 from gradwire.gradients.functions import Recv, Send
-from gradwire.gradients.graph import Region, Root, make_plan
+from gradwire.gradients.graph import Plan, Region, Root
 from gradwire.gradients.ledger import How, Ledger
 from gradwire.gradients.reach import Reach
 from gradwire.testing import FaultyTransport, cluster
@@ -181,7 +181,9 @@ def test_the_prospects_of_a_whole_trunk_are_one_question() -> None:
 def test_what_arrives_while_a_pass_begins_has_no_part_in_it() -> None:
     recv = Recv(7, 1)
     recv.take(torch.ones(2, requires_grad=True))
-    plan = make_plan([], [], [recv])
+    plan = Plan()
+    plan.add([], [recv])
+    plan.finish([])
     recv.take(torch.ones(2, requires_grad=True))
     ledger = Ledger(0, None, How())
     ledger.open(plan, {}, {recv.id: recv}, {1})

@@ -119,7 +119,10 @@ class Agent:
     ) -> Any:
         """Make a call and wait for its result."""
         call = OpenCall(kind, subject, timeout)
-        link = self._let_leave(call, peer, encoded, None)
+        tags: Tags = {}
+        link = self._let_leave(call, peer, encoded, tags)
+        if tags:
+            self.do_ahead(tags)
         link.wait(call)
         value, unsettled = self._open_reply(call)
         for future in unsettled:
@@ -140,16 +143,15 @@ class Agent:
         future: Future[Any] = Future(call, f"{call.name} on worker {peer.info.name!r}")
         call.future = future
         try:
-            self._let_leave(call, peer, encoded, tags)
+            self._let_leave(call, peer, encoded, {} if tags is None else tags)
         except CallError as error:
             future.set_exception(error)
         return future
 
-    def _let_leave(self, call: OpenCall, peer: Peer, encoded: Encoded, tags: Tags | None) -> Link:
+    def _let_leave(self, call: OpenCall, peer: Peer, encoded: Encoded, tags: Tags) -> Link:
         """Send a user call, tagged by the interceptors."""
         try:
             link = peer.link or self.peers.connect(peer, call.name, call.timeout)
-            tags = tags or {}
             for interceptor in self.interceptors:
                 interceptor.leaving(peer.info, call.subject, encoded.differentiable, tags)
             link.send(call, encoded, tags)
@@ -157,6 +159,11 @@ class Agent:
         except BaseException:
             encoded.tell_passengers(None)
             raise
+
+    def do_ahead(self, tags: Tags) -> None:
+        """A call or a result has left, and there is time."""
+        for interceptor in self.interceptors:
+            interceptor.waiting(tags)
 
     def timeout(self, given: float | timedelta) -> float:
         """A call's timeout in seconds: the one given, or that of the options."""

@@ -142,6 +142,8 @@ class Calls:
             encoded.tell_passengers(None)
             raise
         request.answer_encoded(encoded, tags)
+        if tags and request.service.is_idle:
+            self._agent.do_ahead(tags)
 
 
 def _deliver(func: Callable[..., Any], result: Any, deliver: Deliver, fail: Fail) -> None:

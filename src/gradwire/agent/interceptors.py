@@ -49,3 +49,7 @@ class Interceptor:
         tags: Tags,
     ) -> None:
         """The result of a call is about to leave."""
+
+    def waiting(self, tags: Tags) -> None:
+        """A call or a result has left, with these tags, and nothing has arrived since: there is
+        time to do something ahead."""

@@ -175,6 +175,11 @@ class Service:
             logger.exception("worker %s: error while serving", self.agent.info.name)
 
     @property
+    def is_idle(self) -> bool:
+        """Whether nothing has arrived that is still to be served."""
+        return not self._inbox
+
+    @property
     def received(self) -> int:
         """How many calls have arrived."""
         with self._forgetting:

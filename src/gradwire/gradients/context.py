@@ -18,6 +18,7 @@ from torch import Tensor
 
 from gradwire.errors import ContextReleased, GradwireError, WorkerLost
 from gradwire.gradients.functions import Recv, Send
+from gradwire.gradients.graph import Plan
 from gradwire.ids import COUNTER_MASK, INTO_GRAD, IdSource
 
 if TYPE_CHECKING:
@@ -71,6 +72,8 @@ class Context:
         self._told: dict[int, int] = {}
         #: Passes that may still change `.grad` here, or undo what they have changed.
         self.writers: set[Pass] = set()
+        #: What a pass will need, as far as there was time for it.
+        self._plan: Plan | None = None
         #: The name of a worker that took part, and is gone with what it had recorded.
         self.lost: str | None = None
         self.released = False
@@ -100,6 +103,29 @@ class Context:
     def messages(self) -> tuple[list[Send], list[Recv]]:
         """What has left and what has arrived so far."""
         return list(self.sends.values()), list(self.recvs.values())
+
+    def plan_ahead(self) -> None:
+        """There is time: a pass that begins later has less to do."""
+        with self.lock:
+            plan, self._plan = self._plan, None
+            if plan is None:
+                plan = self._new_plan()
+            try:
+                plan.add(list(self.sends.values()), list(self.recvs.values()))
+            except Exception:
+                return  # whatever it is, the pass will meet it again
+            if not self.released:
+                self._plan = plan
+
+    def take_plan(self) -> Plan:
+        """What was planned ahead, to be used once; if that is of any use."""
+        with self.lock:
+            plan, self._plan = self._plan, None
+        return plan if plan is not None and plan.still_holds() else self._new_plan()
+
+    def _new_plan(self) -> Plan:
+        # Torch has to put the gradients of leaves into `.grad`, also if they were just sent back.
+        return Plan(loose=not self.into_grad)
 
     def add_gradients(self, gradients: Iterable[tuple[Tensor, Tensor]]) -> None:
         """The lock is held."""
@@ -179,6 +205,7 @@ class Context:
                 if found.finished and not found.started_here:
                     del self.passes[found.id]
             self.sends, self.recvs, self._gradients, self.writers = {}, {}, {}, set()
+            self._plan = None
             known = set(self.known)
         for found in passes:
             if not found.finished:
@@ -251,6 +278,10 @@ class Contexts:
                 "on this worker"
             )
         return context
+
+    def peek(self, id: int) -> Context | None:
+        """The context, if there is one here now."""
+        return self._contexts.get(id)
 
     def find(self, id: int) -> Context | None:
         """The context, or None if nothing of it has ever got here."""

@@ -9,7 +9,7 @@ The walk visits every node once.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -111,141 +111,161 @@ class Region:
         return region
 
 
-@dataclass(slots=True)
 class Plan:
-    """The regions, and what is in none of them."""
+    """The regions, and what is in none of them.
 
-    regions: list[Region]
-    #: By send, the region that it is a source of.
-    region_of: dict[int, Region]
-    #: Anchors that no source reaches, or that nobody asks for.
-    unreached: list[Anchor]
-    #: By send, which of its tensors are loose.
-    loose: dict[int, list[int]]
-    #: By recv, how many anchors it has.
-    sizes: dict[int, int]
-    #: By message, to which of its tensors gradients will come, where that is known beforehand.
-    prospects: dict[int, set[int]]
-
-
-def make_plan(
-    roots: Sequence[Root],
-    sends: Iterable[Send],
-    recvs: Iterable[Recv],
-    wanted: Sequence[Tensor] | None = None,
-    *,
-    loose: bool = False,
-    on_the_way: Collection[SentTensor] | None = None,
-) -> Plan:
-    """Plan a pass. `wanted` are the tensors whose gradients are asked for; None: all leaves.
+    The messages of a context can be added as they come, when there is time; when the pass begins
+    little is left to do. `wanted` are the tensors whose gradients are asked for; None: all leaves.
     `loose`: loose ends are left out; a send that has no others is in no region. `on_the_way` to
-    what is asked for are these, of the tensors that were sent and received; None: all may be."""
-    anchors: dict[Any, Anchor] = {}
-    unreached: list[Anchor] = []
-    sizes: dict[int, int] = {}
-    for recv in recvs:
-        # One that is arriving just now has more of them a moment later; nothing depends on those.
-        arrived = tuple(recv.anchors)
-        sizes[recv.id] = len(arrived)
-        for number, anchor in enumerate(arrived):
-            if on_the_way is None or (recv.id, number) in on_the_way:
-                anchors[anchor] = (recv, number)
-            else:
-                unreached.append((recv, number))
-    asked = None if wanted is None else {id(tensor): tensor for tensor in wanted}
-    left_out: dict[int, list[int]] = {}
-    regions: list[Region] = []
-    marked: dict[Any, Region] = {}
-    region_of: dict[int, Region] = {}
-    for root in roots:
-        start = edge_at(root.tensor.grad_fn, root.tensor.output_nr)
-        region = Region(root, [(root, 0, start)])
-        regions.append(region)
-        _walk(start.node, region, marked, anchors, asked)
-    for send in sends:
-        starts = _starts_of(send, left_out if loose else None, on_the_way)
-        if starts:
-            region = region_of[send.id] = Region(send, starts)
-            regions.append(region)
-            for _, _, edge in starts:
-                _walk(edge.node, region, marked, anchors, asked)
-    if asked is not None:
-        _look_for(asked.values(), regions, marked)
-    if len(regions) > 1:
-        regions = _put_together(regions, region_of)
-    unreached += anchors.values()
-    prospects: dict[int, set[int]] = {}
-    for message, position in on_the_way or ():
-        prospects.setdefault(message, set()).add(position)
-    return Plan(regions, region_of, unreached, left_out, sizes, prospects)
+    what is asked for are these, of the tensors that were sent and received; None: all may be.
+    """
 
+    def __init__(
+        self,
+        wanted: Sequence[Tensor] | None = None,
+        *,
+        loose: bool = False,
+        on_the_way: Collection[SentTensor] | None = None,
+    ):
+        self.regions: list[Region] = []
+        #: By send, the region that it is a source of, and which of its tensors are loose.
+        self.region_of: dict[int, Region] = {}
+        self.loose: dict[int, list[int]] = {}
+        #: By recv, how many anchors it has.
+        self.sizes: dict[int, int] = {}
+        #: Anchors that no source reaches, or that nobody asks for.
+        self.unreached: list[Anchor] = []
+        #: By message, to which of its tensors gradients will come, where that is known beforehand.
+        self.prospects: dict[int, set[int]] = {}
+        self._wanted = None if wanted is None else {id(tensor): tensor for tensor in wanted}
+        self._leaves_out_loose = loose
+        self._on_the_way = on_the_way
+        #: The messages that were added.
+        self._sends: list[Send] = []
+        self._recvs: list[Recv] = []
+        #: Anchors that no source has reached yet; and the nodes that were visited.
+        self._anchors: dict[Any, Anchor] = {}
+        self._marked: dict[Any, Region] = {}
+        #: Leaves that do not require gradients any more.
+        self._frozen: list[Tensor] = []
 
-def _look_for(
-    wanted: Collection[Tensor], regions: Sequence[Region], marked: dict[Any, Region]
-) -> None:
-    """Find the tensors that are asked for and are no leaves."""
-    for tensor in wanted:
-        if tensor.grad_fn in marked:
-            marked[tensor.grad_fn].leaves.append(tensor)
-    if wanted and len(regions) == 1 and not (regions[0].leaves or regions[0].anchors):
-        regions[0].leaves += wanted  # torch calls the hooks of an only root, whatever comes of it
+    def add(self, sends: Sequence[Send], recvs: Sequence[Recv]) -> None:
+        """Add the messages of a context that were not there the last time."""
+        on_the_way = self._on_the_way
+        for recv in recvs[len(self._recvs) :]:
+            # One that is arriving just now has more of them later; nothing depends on those yet.
+            arrived = tuple(recv.anchors)
+            self._recvs.append(recv)
+            self.sizes[recv.id] = len(arrived)
+            for number, anchor in enumerate(arrived):
+                if on_the_way is None or (recv.id, number) in on_the_way:
+                    self._anchors[anchor] = (recv, number)
+                else:
+                    self.unreached.append((recv, number))
+        for send in sends[len(self._sends) :]:
+            self._sends.append(send)
+            starts = self._starts_of(send)
+            if starts:
+                region = self.region_of[send.id] = Region(send, starts)
+                self.regions.append(region)
+                for _, _, edge in starts:
+                    self._walk(edge.node, region)
 
+    def still_holds(self) -> bool:
+        """Whether all is as it was when it was added."""
+        for recv in self._recvs:
+            if len(recv.anchors) != self.sizes[recv.id]:
+                return False
+        for leaf in self._frozen:
+            if leaf.requires_grad:
+                return False
+        for region in self.regions:
+            for leaf in region.leaves:
+                if not leaf.requires_grad:
+                    return False
+        for send in self._sends:
+            for position in self.loose.get(send.id, ()):
+                end = send.ends[position]
+                if not end.requires_grad or end._backward_hooks is not None:
+                    return False
+        return True
 
-def _starts_of(
-    send: Send, loose: dict[int, list[int]] | None, on_the_way: Collection[SentTensor] | None
-) -> list[Start]:
-    starts: list[Start] = []
-    for position, end in enumerate(send.ends):
-        if on_the_way is not None and (send.id, position) not in on_the_way:
-            continue
-        if end.is_leaf:
-            if not end.requires_grad:
-                continue  # it was frozen since, or could not have a gradient then
-            # A loose end is a leaf that was sent, and that nobody watches: what it is sent back is
-            # its gradient, with no need to go through the graph. (Hooks must see the sum of all.)
-            if loose is not None and end._backward_hooks is None:
-                loose.setdefault(send.id, []).append(position)
+    def finish(self, roots: Sequence[Root]) -> None:
+        """Add what a pass begins with."""
+        for root in roots:
+            start = edge_at(root.tensor.grad_fn, root.tensor.output_nr)
+            region = Region(root, [(root, 0, start)])
+            self.regions.append(region)
+            self._walk(start.node, region)
+        if self._wanted is not None:
+            self._look_for(self._wanted.values())
+        if len(self.regions) > 1:
+            self.regions = _put_together(self.regions, self.region_of)
+        self.unreached += self._anchors.values()
+        for message, position in self._on_the_way or ():
+            self.prospects.setdefault(message, set()).add(position)
+        self._marked = {}
+
+    def _look_for(self, wanted: Collection[Tensor]) -> None:
+        """Find the tensors that are asked for and are no leaves."""
+        for tensor in wanted:
+            if tensor.grad_fn in self._marked:
+                self._marked[tensor.grad_fn].leaves.append(tensor)
+        if wanted and len(self.regions) == 1:
+            (region,) = self.regions
+            if not (region.leaves or region.anchors):
+                region.leaves += wanted  # torch calls the hooks of an only root in any case
+
+    def _starts_of(self, send: Send) -> list[Start]:
+        on_the_way = self._on_the_way
+        starts: list[Start] = []
+        for position, end in enumerate(send.ends):
+            if on_the_way is not None and (send.id, position) not in on_the_way:
                 continue
-        starts.append((send, position, send.edge(position)))
-    return starts
+            if end.is_leaf:
+                if not end.requires_grad:  # it was frozen, or could not have a gradient
+                    self._frozen.append(end)
+                    continue
+                # A loose end is a leaf that was sent, and that nobody watches: what it is sent back
+                # is its gradient, with no need to go through the graph. (Hooks must see the sum.)
+                if self._leaves_out_loose and end._backward_hooks is None:
+                    self.loose.setdefault(send.id, []).append(position)
+                    continue
+            starts.append((send, position, send.edge(position)))
+        return starts
 
-
-def _walk(
-    start: Any,
-    region: Region,
-    marked: dict[Any, Region],
-    anchors: dict[Any, Anchor],
-    asked: dict[int, Tensor] | None,
-) -> None:
-    """Mark all nodes that a start of a region reaches and nobody has marked. Anchors that are
-    found there go over to the region."""
-    found = marked.get(start)
-    if found is not None:
-        _join(region, found)
-        return
-    marked[start] = region
-    stack = [start]
-    while stack:
-        node = stack.pop()
-        if type(node) is Leaf:
-            leaf = node.variable
-            if not leaf.requires_grad:
-                region.frozen.append(edge_at(node))
-            elif asked is None or id(leaf) in asked:
-                region.leaves.append(leaf)
-            continue
-        anchor = anchors.pop(node, None)
-        if anchor is not None:
-            region.anchors.append(anchor)
-            continue
-        for child, _ in node.next_functions:
-            if child is not None:
-                found = marked.get(child)
-                if found is None:
-                    marked[child] = region
-                    stack.append(child)
-                elif found is not region:
-                    _join(region, found)
+    def _walk(self, start: Any, region: Region) -> None:
+        """Mark all nodes that a start of a region reaches and nobody has marked. Anchors that are
+        found there go over to the region."""
+        marked, anchors, wanted = self._marked, self._anchors, self._wanted
+        found = marked.get(start)
+        if found is not None:
+            _join(region, found)
+            return
+        marked[start] = region
+        stack = [start]
+        while stack:
+            node = stack.pop()
+            if type(node) is Leaf:
+                leaf = node.variable
+                if not leaf.requires_grad:
+                    region.frozen.append(edge_at(node))
+                    self._frozen.append(leaf)
+                elif wanted is None or id(leaf) in wanted:
+                    region.leaves.append(leaf)
+                continue
+            anchor = anchors.pop(node, None)
+            if anchor is not None:
+                region.anchors.append(anchor)
+                continue
+            for child, _ in node.next_functions:
+                if child is not None:
+                    found = marked.get(child)
+                    if found is None:
+                        marked[child] = region
+                        stack.append(child)
+                    elif found is not region:
+                        _join(region, found)
 
 
 def _join(a: Region, b: Region) -> None:

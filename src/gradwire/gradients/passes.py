@@ -44,7 +44,7 @@ from gradwire.errors import CallTimeout, ContextReleased, GradwireError
 from gradwire.gradients.accumulation import Group, accumulate, touched
 from gradwire.gradients.context import Context, add_up
 from gradwire.gradients.functions import Gradient, Gradients, Send, SentTensor
-from gradwire.gradients.graph import Plan, Region, Root, make_plan
+from gradwire.gradients.graph import Plan, Region, Root
 from gradwire.gradients.ledger import How, Ledger
 from gradwire.gradients.news import News, restored
 from gradwire.gradients.runs import Found, GradBackup, Run
@@ -132,23 +132,20 @@ class Pass:
         context = self.context
         if context.into_grad:
             self._wait_for_others_to_undo()
-        sends, recvs = dict(context.sends), dict(context.recvs)
-        known = set(context.known)  # afterwards: whom something was sent to is among them
-        share: Collection[SentTensor] | None = None
-        wanted: Sequence[Tensor] | None = None
-        if shares is not None:
+        if shares is None:
+            plan = context.take_plan()  # first: what is in it is among what follows
+            sends, recvs = dict(context.sends), dict(context.recvs)
+            known = set(context.known)  # last: whom something was sent to is among them
+        else:
             others = self._shares = dict(shares)
             share = others.pop(self._engine.agent.info.id)
             messages = {message for message, _ in share}
-            sends = {id: send for id, send in sends.items() if id in messages}
-            recvs = {id: recv for id, recv in recvs.items() if id in messages}
+            sends = {id: send for id, send in dict(context.sends).items() if id in messages}
+            recvs = {id: recv for id, recv in dict(context.recvs).items() if id in messages}
             known = set(others)
-            wanted = inputs
-        # Torch has to put the gradients of leaves into `.grad`, also if they were just sent back.
-        loose = not self._into_grad
-        plan = make_plan(
-            roots, sends.values(), recvs.values(), wanted, loose=loose, on_the_way=share
-        )
+            plan = Plan(inputs, loose=True, on_the_way=share)
+        plan.add(list(sends.values()), list(recvs.values()))
+        plan.finish(roots)
         groups: Sequence[Group] = ()
         if all_groups := self._engine.groups():
             groups = self._reached_of(all_groups, plan, sends.values())

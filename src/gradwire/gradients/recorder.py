@@ -66,6 +66,14 @@ class Recorder(Interceptor):
             self._engine.tag(tags, context, request.caller.id, request.subject, tensors)
 
 
+    def waiting(self, tags: Tags) -> None:
+        tag: Tag | None = tags.get(TAG)
+        if tag is not None and tag[1]:
+            context = self._contexts.peek(tag[0])
+            if context is not None:
+                context.plan_ahead()
+
+
 @contextmanager
 def _no_grad(recording: AbstractContextManager[object] | None) -> Iterator[None]:
     """A function that is called under `no_grad` records no more than it would over there."""
