@@ -100,7 +100,7 @@ class Region:
         self.reach: Reach | None = None
         #: Whether others were asked for that.
         self.asking = False
-        #: While planning: another one that this has turned out to be a part of.
+        #: Another one that this has turned out to be a part of, and has gone over to.
         self.part_of: Region | None = None
 
     def whole(self) -> Region:
@@ -109,6 +109,22 @@ class Region:
             region.part_of = above.part_of or above  # the next one has less far to go
             region = above
         return region
+
+    def join(self, other: Region) -> None:
+        """There is a way between the two: they are one."""
+        large, small = self.whole(), other.whole()
+        if large is small:
+            return
+        if len(large.starts) < len(small.starts):
+            large, small = small, large
+        large.sources += small.sources
+        large.starts += small.starts
+        large.leaves += small.leaves
+        large.frozen += small.frozen
+        large.anchors += small.anchors
+        large.out += small.out
+        large.has_gradient |= small.has_gradient
+        small.part_of = large
 
 
 class Plan:
@@ -129,7 +145,7 @@ class Plan:
     ):
         self.regions: list[Region] = []
         #: By send, the region that it is a source of, and which of its tensors are loose.
-        self.region_of: dict[int, Region] = {}
+        self._region_of: dict[int, Region] = {}
         self.loose: dict[int, list[int]] = {}
         #: By recv, how many anchors it has.
         self.sizes: dict[int, int] = {}
@@ -166,9 +182,9 @@ class Plan:
             self._sends.append(send)
             starts = self._starts_of(send)
             if starts:
-                region = self.region_of[send.id] = Region(send, starts)
+                region = self._region_of[send.id] = Region(send, starts)
                 self.regions.append(region)
-                for _, _, edge in starts:
+                for _, _, edge in [*starts]:
                     self._walk(edge.node, region)
 
     def still_holds(self) -> bool:
@@ -199,18 +215,22 @@ class Plan:
             self._walk(start.node, region)
         if self._wanted is not None:
             self._look_for(self._wanted.values())
-        if len(self.regions) > 1:
-            self.regions = _put_together(self.regions, self.region_of)
+        self.regions = [region for region in self.regions if region.part_of is None]
         self.unreached += self._anchors.values()
         for message, position in self._on_the_way or ():
             self.prospects.setdefault(message, set()).add(position)
         self._marked = {}
 
+    def region_of(self, send: int) -> Region | None:
+        """The region that a send is a source of."""
+        region = self._region_of.get(send)
+        return region if region is None or region.part_of is None else region.whole()
+
     def _look_for(self, wanted: Collection[Tensor]) -> None:
         """Find the tensors that are asked for and are no leaves."""
         for tensor in wanted:
             if tensor.grad_fn in self._marked:
-                self._marked[tensor.grad_fn].leaves.append(tensor)
+                self._marked[tensor.grad_fn].whole().leaves.append(tensor)
         if wanted and len(self.regions) == 1:
             (region,) = self.regions
             if not (region.leaves or region.anchors):
@@ -240,8 +260,9 @@ class Plan:
         marked, anchors, wanted = self._marked, self._anchors, self._wanted
         found = marked.get(start)
         if found is not None:
-            _join(region, found)
+            region.join(found)
             return
+        region = region.whole()
         marked[start] = region
         stack = [start]
         while stack:
@@ -265,30 +286,5 @@ class Plan:
                         marked[child] = region
                         stack.append(child)
                     elif found is not region:
-                        _join(region, found)
-
-
-def _join(a: Region, b: Region) -> None:
-    a, b = a.whole(), b.whole()
-    if a is not b:
-        a.part_of = b
-
-
-def _put_together(parts: list[Region], region_of: dict[int, Region]) -> list[Region]:
-    """The regions that parts have turned out to be parts of."""
-    regions = []
-    for part in parts:
-        if part.part_of is None:
-            regions.append(part)
-            continue
-        region = part.whole()
-        region.sources += part.sources
-        region.starts += part.starts
-        region.leaves += part.leaves
-        region.frozen += part.frozen
-        region.anchors += part.anchors
-        region.out += part.out
-        region.has_gradient |= part.has_gradient
-    if len(regions) < len(parts):
-        region_of.update({id: region.whole() for id, region in region_of.items()})
-    return regions
+                        region.join(found)
+                        region = region.whole()

@@ -232,14 +232,14 @@ class Ledger:
             if gradient is not None and gradient is not NOTHING:
                 self.stage(send.ends[position], gradient)
                 given[position] = None  # it has got where it belongs
-        region = self.plan.region_of.get(id)
+        region = self.plan.region_of(id)
         if region is None:
             return
-        count = len([gradient for gradient in given if gradient is not None])
         region.out -= 1
-        region.has_gradient |= count > 0
         if region.queued:
             return  # it knew what would come
+        count = len([gradient for gradient in given if gradient is not None])
+        region.has_gradient |= count > 0
         if region.anchors and (region.reach is not None or count + len(loose) < len(send.ends)):
             self.prospects.take_answer(region, send, gradients)
         self.consider(region)

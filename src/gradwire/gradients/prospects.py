@@ -7,7 +7,7 @@ others too: they are asked, and ask in turn. Most passes have no such region, an
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -45,6 +45,8 @@ class Prospects:
 
     def news_for(self, worker: int) -> tuple[list[int], list[Prospect]]:
         """The sends to ask about, and what there is to say about others."""
+        if not (self._questions or self._answers):  # mostly
+            return [], []
         ledger = self._ledger
         # What was answered since needs no asking and no telling.
         questions = [id for id in self._questions.pop(worker, ()) if id not in ledger.answers]
@@ -84,8 +86,14 @@ class Prospects:
     def take_answer(self, region: Region, send: Send, gradients: Gradients | None) -> None:
         """A source of a region is answered."""
         self.look_into(region)
-        for position in range(len(send.ends)):
+        for position in self._starting(send):
             self._resolve(region, send.id, position, alive=_has(gradients, position))
+
+    def _starting(self, send: Send) -> Iterable[int]:
+        """Those of its tensors that are starts."""
+        loose = self._ledger.plan.loose.get(send.id)
+        positions = range(len(send.ends))
+        return [n for n in positions if n not in loose] if loose else positions
 
     def take(self, id: int, positions: Collection[int]) -> None:
         """Another worker says which tensors of a send gradients will come to."""
@@ -93,10 +101,10 @@ class Prospects:
         if id in ledger.answers or id in self.known:
             return
         self.known[id] = set(positions)
-        region = ledger.plan.region_of.get(id)
+        region = ledger.plan.region_of(id)
         if region is None or region.reach is None:
             return
-        for position in range(len(ledger.sends[id].ends)):
+        for position in self._starting(ledger.sends[id]):
             self._resolve(region, id, position, alive=position in positions)
         ledger.consider(region)
 
