@@ -1,0 +1,189 @@
+"""Plans that are made ahead: what has changed by the time a pass begins counts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from gradwire import autograd, rpc
+from gradwire.errors import GradwireError
+from gradwire.gradients.context import Context
+from gradwire.gradients.functions import Recv, Send
+from gradwire.gradients.graph import Plan, make_roots
+from gradwire.ids import IdSource
+from gradwire.worker import Worker
+
+WEIGHT = torch.tensor([2.0, 3.0])
+SEEN: list[list[float]] = []
+
+
+def use_weight(x: Tensor) -> Tensor:
+    return x * WEIGHT
+
+
+def freeze_weight(frozen: bool) -> None:
+    WEIGHT.requires_grad_(not frozen)
+
+
+def weight_gradient(context_id: int) -> list[float] | None:
+    found = autograd.get_gradients(context_id).get(WEIGHT)
+    return None if found is None else found.tolist()
+
+
+def planned(context: Context) -> Plan:
+    context.plan_ahead()
+    plan = context._plan
+    assert plan is not None
+    return plan
+
+
+@pytest.fixture
+def context() -> Context:
+    return Context(1, IdSource(0))
+
+
+def test_calls_are_planned_for_on_both_sides(trio: list[Worker]) -> None:
+    x = torch.ones(2, requires_grad=True)
+    with autograd.context() as context_id:
+        rpc.rpc_sync("worker1", use_weight, args=(x,))
+        for worker in trio[:2]:
+            [context] = [c for c in worker.contexts.all() if c.id == context_id]
+            plan = context._plan
+            assert plan is not None
+            assert len(plan._sends) == 1
+
+
+@pytest.mark.parametrize("frozen", [True, False])
+def test_a_leaf_that_is_frozen_or_not_any_more_when_the_pass_begins(
+    trio: list[Worker], frozen: bool
+) -> None:
+    x = torch.ones(2, requires_grad=True)
+    freeze_weight(False)
+    y = torch.ones(2, requires_grad=True)
+    with autograd.context() as context_id:
+        z = rpc.rpc_sync("worker1", use_weight, args=(x,)) + rpc.rpc_sync(
+            "worker1", torch.mul, args=(y, 2)
+        )
+        rpc.rpc_sync("worker1", freeze_weight, args=(frozen,))
+        y.requires_grad_(not frozen)
+        autograd.backward(context_id, [z.sum()])
+        expected = None if frozen else [1.0, 1.0]
+        assert rpc.rpc_sync("worker1", weight_gradient, args=(context_id,)) == expected
+        gradients = autograd.get_gradients(context_id)
+        assert gradients[x].tolist() == [2, 3]
+        assert (y in gradients) is not frozen
+    freeze_weight(False)
+
+
+def test_a_hook_that_comes_after_the_call_sees_the_whole_gradient(trio: list[Worker]) -> None:
+    x = torch.ones(2, requires_grad=True)
+    SEEN.clear()
+    with autograd.context() as context_id:
+        y = rpc.rpc_sync("worker1", use_weight, args=(x,))
+        z = rpc.rpc_sync("worker2", use_weight, args=(x,))
+        x.register_hook(lambda gradient: SEEN.append(gradient.tolist()))
+        autograd.backward(context_id, [(y + z).sum()])
+    assert SEEN == [[4, 6]]
+
+
+def _freeze(leaf: Tensor) -> None:
+    leaf.requires_grad_(False)
+
+
+def _watch(leaf: Tensor) -> None:
+    leaf.register_hook(lambda _gradient: None)
+
+
+@pytest.mark.parametrize("change", [_freeze, _watch])
+@pytest.mark.parametrize("is_sent", [True, False])
+def test_a_plan_knows_whether_it_holds(
+    context: Context, change: Callable[[Tensor], Any], is_sent: bool
+) -> None:
+    leaf = torch.ones(2, requires_grad=True)
+    context.sends[1] = Send(1, 1, [leaf if is_sent else leaf * 2], None)
+    plan = planned(context)
+    assert plan.still_holds()
+    change(leaf)
+    assert plan.still_holds() is (change is _watch and not is_sent)
+    assert context.take_plan() is not plan or plan.still_holds()
+
+
+def test_a_plan_does_not_hold_once_a_frozen_leaf_requires_gradients(context: Context) -> None:
+    leaf = torch.ones(2, requires_grad=True)
+    context.sends[1] = Send(1, 1, [leaf, leaf * 2], None)
+    leaf.requires_grad_(False)
+    plan = planned(context)
+    assert plan.still_holds()
+    leaf.requires_grad_(True)
+    assert not plan.still_holds()
+
+
+def test_a_plan_does_not_hold_once_more_has_arrived_of_a_message(context: Context) -> None:
+    recv = context.recvs[1] = Recv(1, 1)
+    recv.take(torch.ones(2, requires_grad=True))
+    plan = planned(context)
+    assert plan.still_holds()
+    recv.take(torch.ones(2, requires_grad=True))
+    assert not plan.still_holds()
+
+
+def test_a_plan_is_used_once_and_goes_on_where_it_stopped(context: Context) -> None:
+    leaf = torch.ones(2, requires_grad=True)
+    context.sends[1] = Send(1, 1, [leaf * 2], None)
+    plan = planned(context)
+    context.sends[2] = Send(2, 1, [leaf * 3], None)
+    taken = context.take_plan()
+    assert taken is plan
+    taken.add(list(context.sends.values()), [])
+    taken.finish(make_roots([leaf.sum()]))
+    [region] = taken.regions  # the leaf joins them
+    assert len(region.sources) == 3
+    assert [taken.region_of(send) for send in (1, 2, 3)] == [region, region, None]
+    assert context.take_plan() is not plan
+
+
+def test_what_cannot_be_planned_is_left_to_the_pass(context: Context) -> None:
+    class Broken(Send):
+        def edge(self, _position: int) -> Any:
+            raise GradwireError("broken")
+
+    context.sends[1] = Broken(1, 1, [torch.ones(2, requires_grad=True) * 2], None)
+    context.plan_ahead()
+    assert context._plan is None
+
+
+def test_nothing_is_planned_for_a_context_that_was_released(context: Context) -> None:
+    context.release()
+    context.plan_ahead()
+    assert context._plan is None
+
+
+# -- what passes begin with
+
+
+def test_who_keeps_what_a_pass_began_with_has_it_alone(trio: list[Worker]) -> None:
+    kept: list[Tensor] = []
+    for _ in range(2):
+        x = torch.ones(2, requires_grad=True)
+        with autograd.context() as context_id:
+            loss = rpc.rpc_sync("worker1", use_weight, args=(x,)).sum()
+            loss.register_hook(kept.append)
+            autograd.backward(context_id, [loss])
+    first, second = kept
+    first.zero_()
+    assert second.item() == 1
+
+
+def test_who_changes_what_a_pass_began_with_changes_no_other(trio: list[Worker]) -> None:
+    for factor in (2, 1):
+        x = torch.ones(2, requires_grad=True)
+        with autograd.context() as context_id:
+            loss = rpc.rpc_sync("worker1", torch.mul, args=(x, 1)).sum()
+            if factor != 1:
+                loss.register_hook(lambda gradient: gradient.mul_(2))
+            autograd.backward(context_id, [loss])
+            assert autograd.get_gradients(context_id)[x].tolist() == [factor, factor]
