@@ -127,10 +127,14 @@ class Context:
         # Torch has to put the gradients of leaves into `.grad`, also if they were just sent back.
         return Plan(loose=not self.into_grad)
 
-    def add_gradients(self, gradients: Iterable[tuple[Tensor, Tensor]]) -> None:
-        """The lock is held."""
-        found = _unshared(add_up({}, gradients))
-        self._gradients = add_up(self._gradients, found.values()) if self._gradients else found
+    def add_gradients(
+        self, found: Iterable[tuple[Tensor, Tensor]], received: Iterable[tuple[Tensor, Tensor]]
+    ) -> None:
+        """Add what a pass has found here, and what it has received, in memory of its own. The lock
+        is held."""
+        sums = _unshared(add_up({}, found)) if found else {}
+        add_up(sums, received)
+        self._gradients = add_up(self._gradients, sums.values()) if self._gradients else sums
 
     def set_gradients(self, gradients: Iterable[tuple[Tensor, Tensor]]) -> None:
         """Instead of those there are, which they include. The lock is held."""

@@ -216,17 +216,17 @@ class Engine:
         with context.lock:
             if context.passes.get(done.id) is not done and done.error is None:
                 raise GradwireError(f"autograd context {context.id} was released")
-            staged = done.commit()
+            found, received = done.commit()
             del context.passes[done.id]
             if context.writers:
                 context.writers.discard(done)
             context.note_outcome(done.id, None)
             if not done.how.for_inputs:
-                context.add_gradients(staged)
+                context.add_gradients(found, received)
                 if done.accumulated:
                     context.set_gradients(done.accumulated)
         done.is_over()
-        return staged
+        return found + received
 
     def fail(self, failed: Pass, error: BaseException) -> None:
         """A pass has failed: tell all who know of it."""

@@ -69,8 +69,10 @@ class Ledger:
         self._outbox: dict[int, list[Answer]] = {}
         self.to_myself: list[Callable[[], None]] = []
         self._prospects: Prospects | None = None
-        #: Gradients of leaves, not visible yet: to add to those there are, and to have instead.
-        self.staged: list[tuple[Tensor, Tensor]] = []
+        #: Gradients of leaves, not visible yet, to add to those there are: found here, and sent by
+        #: others; and those to have instead.
+        self.found: list[tuple[Tensor, Tensor]] = []
+        self.received: list[tuple[Tensor, Tensor]] = []
         self.accumulated: Sequence[tuple[Tensor, Tensor]] = ()
         #: What torch has to accumulate once all else is done; see `accumulation`.
         self._groups: Sequence[Group] = ()
@@ -155,8 +157,8 @@ class Ledger:
         far as they have not got here on the way. What it has not come to has none."""
         gradients = iter(found)
         for leaf, gradient in zip(region.leaves, gradients, strict=False):
-            if gradient is not None:
-                self.stage(leaf, gradient)
+            if gradient is not None and self._is_wanted(leaf):
+                self.found.append((leaf, gradient))
         for recv, position in anchors:
             brought: Gradient = next(gradients, NOTHING)
             if brought is NOTHING:
@@ -230,7 +232,10 @@ class Ledger:
         for position in loose:
             gradient = given[position] if position < len(given) else None
             if gradient is not None and gradient is not NOTHING:
-                self.stage(send.ends[position], gradient)
+                leaf = send.ends[position]
+                if self._is_wanted(leaf):
+                    where = self.received if send.to != self.me else self.found
+                    where.append((leaf, gradient))
                 given[position] = None  # it has got where it belongs
         region = self.plan.region_of(id)
         if region is None:
@@ -260,9 +265,8 @@ class Ledger:
             self._left -= 1
             self._post(reply.sender, (message, reply.gradients if reply.has_gradient else None))
 
-    def stage(self, leaf: Tensor, gradient: Tensor) -> None:
-        if not self._how.for_inputs or id(leaf) in self._wanted:
-            self.staged.append((leaf, gradient))
+    def _is_wanted(self, leaf: Tensor) -> bool:
+        return not self._how.for_inputs or id(leaf) in self._wanted
 
     # -- accumulating
 
@@ -278,11 +282,12 @@ class Ledger:
     def _can_accumulate(self) -> bool:
         return bool(self._groups) and not self._left and not self.to_myself
 
-    def take_staged(self, groups: Sequence[Group]) -> list[tuple[Tensor, Tensor]]:
-        """The gradients of groups of leaves; they are not staged any more."""
+    def take_gradients_of(self, groups: Sequence[Group]) -> list[tuple[Tensor, Tensor]]:
+        """The gradients of groups of leaves; they are not among the others any more."""
         members = {id(leaf) for group in groups for leaf in group.leaves}
-        taken = [pair for pair in self.staged if id(pair[0]) in members]
-        self.staged = [pair for pair in self.staged if id(pair[0]) not in members]
+        taken = [pair for pair in self.found + self.received if id(pair[0]) in members]
+        self.found = [pair for pair in self.found if id(pair[0]) not in members]
+        self.received = [pair for pair in self.received if id(pair[0]) not in members]
         return taken
 
     def has_accumulated(self, gradients: Sequence[tuple[Tensor, Tensor]]) -> None:

@@ -243,7 +243,7 @@ class Pass:
             groups = [] if self.error is not None else self._ledger.take_groups()
             if not groups:
                 return
-            found = add_up({}, self._ledger.take_staged(groups))
+            found = add_up({}, self._ledger.take_gradients_of(groups))
             self._running += 1
         gradients: list[tuple[Tensor, Tensor]] = []
         failure: BaseException | None = None
@@ -437,7 +437,7 @@ class Pass:
             if self.error is not None or self._committed:
                 return
             self.error = error
-            self._ledger.staged = []
+            self._ledger.found, self._ledger.received = [], []
             self._undo_if_failed()
             self._notify()
         try:
@@ -468,16 +468,18 @@ class Pass:
         for call in list(self._asked):
             call.give_up()
 
-    def commit(self) -> list[tuple[Tensor, Tensor]]:
-        """The gradients found here, once the whole pass has succeeded; from now on it cannot fail
-        any more. Raises if it has failed."""
+    def commit(self) -> tuple[list[tuple[Tensor, Tensor]], list[tuple[Tensor, Tensor]]]:
+        """The gradients found here and received, once the whole pass has succeeded; from now on it
+        cannot fail any more. Raises if it has failed."""
         with self._lock:
             if self.error is not None:
                 raise self.error
             self._committed = True
-            staged, self._ledger.staged = self._ledger.staged, []
+            ledger = self._ledger
+            gradients = ledger.found, ledger.received
+            ledger.found, ledger.received = [], []
             self._backup = None
-        return staged
+        return gradients
 
     @property
     def accumulated(self) -> Sequence[tuple[Tensor, Tensor]]:

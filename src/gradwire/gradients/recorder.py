@@ -65,7 +65,6 @@ class Recorder(Interceptor):
             context = self._contexts.get_or_create(tag[0])
             self._engine.tag(tags, context, request.caller.id, request.subject, tensors)
 
-
     def waiting(self, tags: Tags) -> None:
         tag: Tag | None = tags.get(TAG)
         if tag is not None and tag[1]:
