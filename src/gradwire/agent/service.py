@@ -196,7 +196,7 @@ class Service:
         head = pack(kind, request.id, encoded.payload, tags, references=references)
         frame = Frame(head, encoded.buffers)
         try:
-            if not self._send_with_others(frame):
+            if not self._inbox or not self._send_with_others(frame):
                 self._last_sent = time.perf_counter()
                 self._connection.send(frame, self.agent.executor.hand_over)
             if references:
@@ -209,7 +209,7 @@ class Service:
 
     def _send_with_others(self, frame: Frame) -> bool:
         """While the leader has more to serve, its answers travel together; none waits for long."""
-        if not self._inbox or time.perf_counter() - self._last_sent > _TOGETHER_SECONDS:
+        if time.perf_counter() - self._last_sent > _TOGETHER_SECONDS:
             return False
         executor = self.agent.executor
         if not executor.leads() or not self._connection.hold(frame):

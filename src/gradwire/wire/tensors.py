@@ -56,13 +56,11 @@ _COMPRESSED = {torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.spars
 
 def describe(tensor: Tensor, buffers: list[Tensor]) -> Described | None:
     """Describe a dense tensor in main memory, None for others. The elements, if they are many, are
-    put among the `buffers`."""
+    put among the `buffers`. (That it is a parameter is for others to add.)"""
     code = _CODES.get(tensor.dtype)
     if code is None or tensor.layout is not _strided or not tensor.is_cpu:
         return None
     flags = REQUIRES_GRAD if tensor.requires_grad else 0
-    if type(tensor) is _Parameter:
-        flags |= PARAMETER
     if tensor.is_neg() or (code in _COMPLEX and tensor.is_conj()):
         tensor = tensor.detach().resolve_conj().resolve_neg()
     if tensor.is_contiguous():

@@ -319,7 +319,10 @@ class Codec:
             if described is not None:
                 reduced = _dense, described
                 if kind is not Tensor:
-                    reduced = _dense, (*described[:4], *(described[4:] or (None,)), tensor.__dict__)
+                    elements, code, shape, flags, *strides = described
+                    flags |= wire_tensors.PARAMETER
+                    strides = strides or [None]
+                    reduced = _dense, (elements, code, shape, flags, *strides, tensor.__dict__)
             elif kind is Tensor:
                 parts = wire_tensors.take_apart(tensor)
                 reduced = None if parts is None else (_sparse, parts)
