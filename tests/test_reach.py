@@ -187,5 +187,5 @@ def test_what_arrives_while_a_pass_begins_has_no_part_in_it() -> None:
     recv.take(torch.ones(2, requires_grad=True))
     ledger = Ledger(0, None, How())
     ledger.open(plan, {}, {recv.id: recv}, {1})
-    _, answers, *_ = ledger.news_for(1)
+    (_, answers, *_), _ = ledger.news_for(1)
     assert answers == [(7, None)]

@@ -24,7 +24,7 @@ from gradwire.gradients.context import Context, Contexts, Reason
 from gradwire.gradients.family import NO_CHILD
 from gradwire.gradients.graph import Root
 from gradwire.gradients.ledger import How
-from gradwire.gradients.news import News, plain, restored
+from gradwire.gradients.news import News, Said
 from gradwire.gradients.passes import Pass
 from gradwire.gradients.survey import Chart, Charting, Shares, Survey
 from gradwire.gradients.versions import Versions
@@ -133,7 +133,8 @@ class Engine:
         call = self.agent.ask(
             worker, Kind.BACKWARD_AUTOGRAD_REQ, "the backward pass", encoded, left, tags
         )
-        return restored(*asking.hear(call))
+        heard: News = asking.hear(call)
+        return heard
 
     def tell(self, telling: Pass, worker: int, news: News) -> Future[Any]:
         """Tell a worker something; what it has to tell comes in a future."""
@@ -143,14 +144,14 @@ class Engine:
         )
 
     def answer(self, answering: Pass, request: Request, news: News) -> None:
-        encoded = self.agent.codec.encode_plain(*plain(news))
+        encoded = self.agent.codec.encode_plain(*news)
         request.answer_encoded(encoded, self._tags(answering, request.caller.id, encoded))
 
     def _message(self, about: Pass, worker: int, news: News) -> tuple[Encoded, Tags | None, float]:
         left = about.seconds_left()
         how = (*about.how[:-1], left)
         failed = about.context.failures() if about.context.into_grad else ()
-        said, gradients = plain(news)
+        said, gradients = news
         value = (about.context.id, about.id, how, said, failed, about.share_for(worker))
         encoded = self.agent.codec.encode_plain(value, gradients)
         return encoded, self._tags(about, worker, encoded), left
@@ -174,11 +175,10 @@ class Engine:
 
     def _serve(self, request: Request) -> None:
         (context_id, pass_id, how_given, said, failed, share), gradients = request.decode()
-        news = restored(said, gradients)
         sender = request.caller.id
         context = self._contexts.find(context_id)
         if context is None:  # nothing that was sent in this context has arrived here
-            request.answer((_no_part(news), ()))
+            request.answer(_no_part(said))
             return
         for id in failed:  # what they did to `.grad` is undone before this one changes it
             given_up = context.passes.get(id)
@@ -196,14 +196,14 @@ class Engine:
                 found = context.passes[pass_id] = Pass(self, context, pass_id, how, parent)
             first = found is not None and found.is_first(share)
         if found is None:  # this was asked or told when nobody there knew yet that it is over
-            request.answer((_no_part(news), ()))
+            request.answer(_no_part(said))
             return
         if first:
             try:
                 found.begin(shares=None if share is None else {self.agent.info.id: share})
             except BaseException as error:
                 found.fail(error)
-        found.take(sender, news)
+        found.take(sender, (said, gradients))
         found.reply_to(request)
         found.drive()
 
@@ -415,6 +415,6 @@ class Engine:
                 self._join(context)
 
 
-def _no_part(news: News) -> News:
+def _no_part(said: Said) -> News:
     """The answer of a worker that has no part in a pass."""
-    return [], [(id, None) for id in news[0]], NO_CHILD, [], []
+    return ([], [(id, None) for id in said[0]], NO_CHILD, [], []), ()

@@ -17,7 +17,7 @@ from torch import Tensor
 from gradwire.gradients.family import Family
 from gradwire.gradients.functions import NOTHING, OPEN, Gradient, Recv, Send
 from gradwire.gradients.graph import Anchor, Plan, Region
-from gradwire.gradients.news import Answer, News
+from gradwire.gradients.news import Answer, News, put_beside, take_from
 from gradwire.gradients.prospects import Prospects
 
 if TYPE_CHECKING:
@@ -66,7 +66,7 @@ class Ledger:
         self.answers: dict[int, list[Gradient] | None] = {}
         self.ready: list[Region] = []
         #: Answers that others must hear, and what there is for this worker itself.
-        self._outbox: dict[int, list[Answer]] = {}
+        self._outbox: dict[int, tuple[list[Answer], list[Tensor]]] = {}
         self.to_myself: list[Callable[[], None]] = []
         self._prospects: Prospects | None = None
         #: Gradients of leaves, not visible yet, to add to those there are: found here, and sent by
@@ -108,7 +108,7 @@ class Ledger:
             if size:
                 self.replies[message] = _Reply(recv.sender, size)
             else:  # what it carried could not be decoded, or not yet
-                self._post(recv.sender, (message, None))
+                self._post(recv.sender, message, None)
         self._left = len(plan.regions) + len(self.replies) + len(sends)
         for recv, position in plan.unreached:
             self.settle(recv.id, position, None)
@@ -187,12 +187,13 @@ class Ledger:
 
     def take(self, sender: int, news: News, *, was_told: bool) -> None:
         """Take in what another worker has to tell. `was_told`: it answers our first message."""
-        sends, answers, standing, questions, prospects = news
+        (sends, answers, standing, questions, prospects), gradients = news
         self.family.hear_from(sender, standing, was_told=was_told)
         if sends:
             self._answer_unknown(sender, sends)
-        for id, gradients in answers:
-            self._take_answer(id, gradients)
+        beside = iter(gradients)
+        for id, places in answers:
+            self._take_answer(id, take_from(beside, places))
         for id, positions in prospects:
             self.prospects.take(id, positions)
         for id in questions:
@@ -203,15 +204,16 @@ class Ledger:
         """Sends that never got here have no gradients."""
         for id in sends:
             if id not in self._recvs:
-                self._post(sender, (id, None))
+                self._post(sender, id, None)
 
-    def _post(self, to: int, answer: Answer) -> None:
+    def _post(self, to: int, id: int, gradients: list[Gradient] | None) -> None:
         if to == self.me:
-            self.to_myself.append(partial(self._take_answer, *answer))
-        elif to in self._outbox:
-            self._outbox[to].append(answer)
-        else:
-            self._outbox[to] = [answer]
+            self.to_myself.append(partial(self._take_answer, id, gradients))
+            return
+        if to not in self._outbox:
+            self._outbox[to] = [], []
+        answers, beside = self._outbox[to]
+        answers.append((id, put_beside(beside, gradients)))
 
     def take_own_answers(self) -> bool:
         if not self.to_myself:
@@ -263,7 +265,7 @@ class Ledger:
         if not reply.open:
             del self.replies[message]
             self._left -= 1
-            self._post(reply.sender, (message, reply.gradients if reply.has_gradient else None))
+            self._post(reply.sender, message, reply.gradients if reply.has_gradient else None)
 
     def _is_wanted(self, leaf: Tensor) -> bool:
         return not self._how.for_inputs or id(leaf) in self._wanted
@@ -311,10 +313,10 @@ class Ledger:
         sends = self._unanswered(worker) if self.family.tell(worker) else []
         self._conclude()  # now that this one is told
         standing = self.family.standing_to(worker)
-        answers = self._outbox.pop(worker, [])
+        answers, gradients = self._outbox.pop(worker, ([], []))
         if self._prospects is None:
-            return sends, answers, standing, [], []
-        return sends, answers, standing, *self._prospects.news_for(worker)
+            return (sends, answers, standing, [], []), gradients
+        return (sends, answers, standing, *self._prospects.news_for(worker)), gradients
 
     def _conclude(self) -> None:
         """See whether this worker's part has come to its end, when anything has changed."""

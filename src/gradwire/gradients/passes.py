@@ -46,7 +46,7 @@ from gradwire.gradients.context import Context, add_up
 from gradwire.gradients.functions import Gradient, Gradients, Send, SentTensor
 from gradwire.gradients.graph import Plan, Region, Root
 from gradwire.gradients.ledger import How, Ledger
-from gradwire.gradients.news import News, restored
+from gradwire.gradients.news import News
 from gradwire.gradients.runs import Found, GradBackup, Run
 from gradwire.gradients.survey import Shares
 from gradwire.wire.values import call_name
@@ -364,7 +364,7 @@ class Pass:
         if error is not None:
             self._fail_unless_over(error)
         else:
-            self.take(worker, restored(*future.value()), was_told=was_told)
+            self.take(worker, future.value(), was_told=was_told)
             self._drive_elsewhere()  # this thread may be in the middle of something
 
     def reply_to(self, request: Request) -> None:

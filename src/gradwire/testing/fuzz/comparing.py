@@ -64,7 +64,8 @@ def judge(program: Program) -> tuple[str, Verdict]:
 
 def differences(program: Program, expected: Outcome, found: Outcome) -> Iterator[str]:
     """What differs, in sentences."""
-    close = partial(_compare_tensors, _TOLERANCES[program.precision])
+    noise = 16 * torch.finfo(getattr(torch, program.precision)).eps * _largest(expected)
+    close = partial(_compare_tensors, _TOLERANCES[program.precision], noise)
     for number, episode in enumerate(program.episodes):
         want, got = expected.results[number], found.results[number]
         for position, (mine, theirs) in enumerate(zip(want, got, strict=True)):
@@ -74,6 +75,22 @@ def differences(program: Program, expected: Outcome, found: Outcome) -> Iterator
             where = f"context {number}, worker {worker}: "
             for complaint in _compare(wanted, given, close):
                 yield f"{where}{complaint} ({episode.order} order)"
+
+
+def _largest(outcome: Outcome) -> float:
+    """How large numbers become in a program. Where such are added up to something small, as many of
+    its digits mean nothing."""
+    gradients = [g for reports in outcome.reports for r in reports for g in r.gradients.values()]
+    tensors = [tensor for results in outcome.results for tensor in results] + gradients
+    return max((_size(tensor) for tensor in tensors if tensor is not None), default=0.0)
+
+
+def _size(tensor: Tensor) -> float:
+    if not (tensor.is_floating_point() or tensor.is_complex()):
+        return 0.0
+    dense = tensor.detach().to_dense().abs()
+    finite = dense[dense.isfinite()]
+    return float(finite.max()) if finite.numel() else 0.0
 
 
 def _compare(want: Report, got: Report, close: Close) -> Iterator[str]:
@@ -96,7 +113,7 @@ def _compare(want: Report, got: Report, close: Close) -> Iterator[str]:
 
 
 def _compare_tensors(
-    tolerance: float, what: str, want: Tensor | None, got: Tensor | None
+    tolerance: float, noise: float, what: str, want: Tensor | None, got: Tensor | None
 ) -> Iterator[str]:
     """The order of additions may differ, so only almost equal is equal."""
     if want is None or got is None:
@@ -110,7 +127,7 @@ def _compare_tensors(
     elif want.numel():
         if not (want.is_floating_point() or want.is_complex()):
             want, got = want.to(torch.float64), got.to(torch.float64)
-        atol = tolerance * (float(want.abs().nan_to_num().max()) + 1)
+        atol = tolerance * (float(want.abs().nan_to_num().max()) + 1) + noise
         if not torch.allclose(got, want, rtol=0, atol=atol, equal_nan=True):
             yield f"{what} is {got} instead of {want}"
 
