@@ -16,9 +16,9 @@ from typing import TypeVar
 T = TypeVar("T")
 
 #: What comes within this time of being waited for comes soon...
-SOON_SECONDS = 500e-6
+SOON_SECONDS = 800e-6
 #: ... and is looked for this long the next time.
-LOOK_SECONDS = 250e-6
+LOOK_SECONDS = 400e-6
 
 _give_way: Callable[[], None] = getattr(os, "sched_yield", lambda: None)
 
