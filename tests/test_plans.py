@@ -156,6 +156,44 @@ def test_what_cannot_be_planned_is_left_to_the_pass(context: Context) -> None:
     assert context._plan is None
 
 
+def test_large_graphs_are_not_planned_ahead(
+    context: Context, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("gradwire.gradients.context._NODES_AHEAD", 10)
+    leaf = x = torch.ones(2, requires_grad=True)
+    for _ in range(6):
+        x = x + 1
+    context.sends[1] = Send(1, 1, [x], None)
+    assert planned(context) is not None
+    context.sends[2] = Send(2, 1, [x + 1], None)  # the nodes that are there are not visited again
+    plan = planned(context)
+    for _ in range(6):
+        x = x + 1
+    context.sends[3] = Send(3, 1, [x], None)
+    context.plan_ahead()
+    assert context._plan is None
+    taken = context.take_plan()
+    assert taken is not plan
+    taken.add(list(context.sends.values()), [])
+    taken.finish([])
+    assert [region.leaves for region in taken.regions] == [[leaf]]
+
+
+def test_a_plan_that_was_made_ahead_may_become_large(
+    context: Context, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("gradwire.gradients.context._NODES_AHEAD", 10)
+    x = torch.ones(2, requires_grad=True) * 1
+    context.sends[1] = Send(1, 1, [x], None)
+    plan = planned(context)
+    for _ in range(20):
+        x = x + 1
+    taken = context.take_plan()
+    assert taken is plan
+    taken.finish(make_roots([x.sum()]))
+    assert len(taken.regions) == 1
+
+
 def test_nothing_is_planned_for_a_context_that_was_released(context: Context) -> None:
     context.release()
     context.plan_ahead()

@@ -25,6 +25,8 @@ if TYPE_CHECKING:
     from gradwire.gradients.passes import Pass
 
 _REMEMBERED_RELEASES = 100_000
+#: Of larger graphs nothing is planned ahead: there may be no pass, and calls would wait for it.
+_NODES_AHEAD = 5_000
 
 _strided = torch.strided
 
@@ -74,6 +76,7 @@ class Context:
         self.writers: set[Pass] = set()
         #: What a pass will need, as far as there was time for it.
         self._plan: Plan | None = None
+        self._plans_later = False
         #: The name of a worker that took part, and is gone with what it had recorded.
         self.lost: str | None = None
         self.released = False
@@ -107,21 +110,25 @@ class Context:
     def plan_ahead(self) -> None:
         """There is time: a pass that begins later has less to do."""
         with self.lock:
-            plan, self._plan = self._plan, None
-            if plan is None:
-                plan = self._new_plan()
+            if self.released or self._plans_later:
+                return
+            if self._plan is None:
+                self._plan = self._new_plan()
+                self._plan.limit(_NODES_AHEAD)
             try:
-                plan.add(list(self.sends.values()), list(self.recvs.values()))
-            except Exception:
-                return  # whatever it is, the pass will meet it again
-            if not self.released:
-                self._plan = plan
+                self._plan.add(list(self.sends.values()), list(self.recvs.values()))
+            except Exception:  # it is too large, or the pass will meet the like of it again
+                self._plan = None
+                self._plans_later = True
 
     def take_plan(self) -> Plan:
         """What was planned ahead, to be used once; if that is of any use."""
         with self.lock:
             plan, self._plan = self._plan, None
-        return plan if plan is not None and plan.still_holds() else self._new_plan()
+        if plan is None or not plan.still_holds():
+            return self._new_plan()
+        plan.lift_limit()
+        return plan
 
     def _new_plan(self) -> Plan:
         # Torch has to put the gradients of leaves into `.grad`, also if they were just sent back.

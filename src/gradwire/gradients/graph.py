@@ -9,8 +9,9 @@ The walk visits every node once.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import repeat
 from sys import getrefcount
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -153,6 +154,10 @@ class Region:
         small.part_of = large
 
 
+class TooLarge(Exception):
+    """There are too many nodes to plan ahead."""
+
+
 class Plan:
     """The regions, and what is in none of them.
 
@@ -190,6 +195,16 @@ class Plan:
         self._marked: dict[Any, Region] = {}
         #: Leaves that do not require gradients any more.
         self._frozen: list[Tensor] = []
+        #: One for each node that may be visited.
+        self._steps: Iterator[None] = repeat(None)
+
+    def limit(self, nodes: int) -> None:
+        """Have `add` raise `TooLarge` when there are more nodes to visit than this, until the limit
+        is lifted."""
+        self._steps = repeat(None, nodes)
+
+    def lift_limit(self) -> None:
+        self._steps = repeat(None)
 
     def add(self, sends: Sequence[Send], recvs: Sequence[Recv]) -> None:
         """Add the messages of a context that were not there the last time."""
@@ -291,7 +306,9 @@ class Plan:
         region = region.whole()
         marked[start] = region
         stack = [start]
-        while stack:
+        for _ in self._steps:
+            if not stack:
+                return
             node = stack.pop()
             if type(node) is Leaf:
                 leaf = node.variable
@@ -314,3 +331,4 @@ class Plan:
                     elif found is not region:
                         region.join(found)
                         region = region.whole()
+        raise TooLarge
