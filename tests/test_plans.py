@@ -200,7 +200,22 @@ def test_nothing_is_planned_for_a_context_that_was_released(context: Context) ->
     assert context._plan is None
 
 
-# -- what passes begin with
+def test_contexts_of_many_messages_are_planned_for_in_the_end(
+    context: Context, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("gradwire.gradients.context._MESSAGES_AHEAD", 2)
+    leaf = torch.ones(2, requires_grad=True)
+    for id in range(1, 5):
+        context.sends[id] = Send(id, 1, [leaf * 2], None)
+        context.plan_ahead()
+    plan = context.take_plan()
+    assert len(plan._sends) == 2
+    plan.add(list(context.sends.values()), [])
+    plan.finish([])
+    assert len(plan.regions[0].sources) == 4
+
+
+# -- what passes begin with, and what they end with
 
 
 def test_who_keeps_what_a_pass_began_with_has_it_alone(trio: list[Worker]) -> None:
@@ -209,7 +224,7 @@ def test_who_keeps_what_a_pass_began_with_has_it_alone(trio: list[Worker]) -> No
         x = torch.ones(2, requires_grad=True)
         with autograd.context() as context_id:
             loss = rpc.rpc_sync("worker1", use_weight, args=(x,)).sum()
-            loss.register_hook(kept.append)
+            loss.register_hook(lambda gradient: kept.append(gradient.detach()))
             autograd.backward(context_id, [loss])
     first, second = kept
     first.zero_()
@@ -222,6 +237,16 @@ def test_who_changes_what_a_pass_began_with_changes_no_other(trio: list[Worker])
         with autograd.context() as context_id:
             loss = rpc.rpc_sync("worker1", torch.mul, args=(x, 1)).sum()
             if factor != 1:
-                loss.register_hook(lambda gradient: gradient.mul_(2))
+                loss.register_hook(lambda gradient: gradient.data.mul_(2) and None)
             autograd.backward(context_id, [loss])
             assert autograd.get_gradients(context_id)[x].tolist() == [factor, factor]
+
+
+@pytest.mark.parametrize("size", [10, 1000, 100_000])
+def test_gradients_that_were_expanded_can_be_changed(trio: list[Worker], size: int) -> None:
+    x = torch.ones(size, requires_grad=True)
+    with autograd.context() as context_id:
+        autograd.backward(context_id, [rpc.rpc_sync("worker1", torch.sum, args=(x,))])
+        gradient = autograd.get_gradients(context_id)[x]
+    gradient[0].mul_(2)
+    assert gradient.sum().item() == size + 1

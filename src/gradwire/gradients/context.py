@@ -25,7 +25,9 @@ if TYPE_CHECKING:
     from gradwire.gradients.passes import Pass
 
 _REMEMBERED_RELEASES = 100_000
-#: Of larger graphs nothing is planned ahead: there may be no pass, and calls would wait for it.
+#: Beyond this many messages, or nodes, nothing is planned ahead: there may be no pass, and calls
+#: would wait for it.
+_MESSAGES_AHEAD = 1_000
 _NODES_AHEAD = 5_000
 
 _strided = torch.strided
@@ -110,7 +112,7 @@ class Context:
     def plan_ahead(self) -> None:
         """There is time: a pass that begins later has less to do."""
         with self.lock:
-            if self.released or self._plans_later:
+            if self.released or self._plans_later or len(self.sends) > _MESSAGES_AHEAD:
                 return
             if self._plan is None:
                 self._plan = self._new_plan()
@@ -137,10 +139,10 @@ class Context:
     def add_gradients(
         self, found: Iterable[tuple[Tensor, Tensor]], received: Iterable[tuple[Tensor, Tensor]]
     ) -> None:
-        """Add what a pass has found here, and what it has received, in memory of its own. The lock
-        is held."""
+        """Add what a pass has found here, and what it has received: that is in memory of its own,
+        but may be one element in the place of many. The lock is held."""
         sums = _unshared(add_up({}, found)) if found else {}
-        add_up(sums, received)
+        add_up(sums, [(leaf, _unexpanded(gradient)) for leaf, gradient in received])
         self._gradients = add_up(self._gradients, sums.values()) if self._gradients else sums
 
     def set_gradients(self, gradients: Iterable[tuple[Tensor, Tensor]]) -> None:
@@ -233,15 +235,20 @@ def _unshared(gradients: GradientSums) -> GradientSums:
         is_held = getrefcount(gradient) > _OWN_REFERENCES and not gradient.requires_grad
         if gradient.layout is _strided:
             memory = gradient.data_ptr()
-            expanded = 0 in gradient.stride()
+            is_shared = 0 in gradient.stride()
         else:
             elements = gradient._values() if gradient.is_sparse else gradient.values()
             memory = elements.data_ptr()
-            expanded = False
-        if expanded or is_held or memory in memories:
+            is_shared = False
+        if is_shared or is_held or memory in memories:
             gradients[key] = leaf, _copied(gradient)
         memories.add(memory)
     return gradients
+
+
+def _unexpanded(gradient: Tensor) -> Tensor:
+    is_expanded = gradient.layout is _strided and 0 in gradient.stride()
+    return _copied(gradient) if is_expanded else gradient
 
 
 def _copied(gradient: Tensor) -> Tensor:

@@ -12,7 +12,6 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import repeat
-from sys import getrefcount
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
@@ -68,32 +67,7 @@ def _make_root(tensor: Tensor, gradient: Tensor | None) -> Root:
         )
     if tensor.is_complex():
         raise ValueError("a root is complex: say with grad_tensors what its gradient is")
-    return Root(tensor, _ones_like(tensor))
-
-
-def _ones_like(tensor: Tensor) -> Tensor:
-    """For a plain scalar the same one again, unless somebody else holds or has changed it."""
-    one = _ones.get(tensor.dtype)
-    if (
-        one is None
-        or tensor.ndim
-        or not tensor.is_cpu
-        or one._version
-        or getrefcount(one) > _UNHELD
-    ):
-        return torch.ones_like(tensor)
-    return one
-
-
-def _count_references(dtype: torch.dtype) -> int:
-    one = _ones.get(dtype)
-    return getrefcount(one)
-
-
-_ones = {
-    dtype: torch.ones((), dtype=dtype, device="cpu") for dtype in (torch.float32, torch.float64)
-}
-_UNHELD = _count_references(torch.float32)
+    return Root(tensor, torch.ones_like(tensor))
 
 
 Source = Root | Send
