@@ -22,7 +22,7 @@ from gradwire.agent.service import Request
 from gradwire.errors import ContextReleased, GradwireError, WorkerLost
 from gradwire.gradients.engine import TAG
 from gradwire.gradients.family import NO_CHILD
-from gradwire.gradients.ledger import How
+from gradwire.gradients.ledger import How, Ledger
 from gradwire.testing import soak
 from gradwire.wire.messages import Kind
 from gradwire.worker import Worker
@@ -375,3 +375,27 @@ def test_what_was_sent_may_be_changed_the_moment_it_has_left(
         assert torch.equal(y, torch.full((2,), 2.0))
         autograd.backward(context_id, [y.sum()])
         assert torch.equal(autograd.get_gradients(context_id)[x], torch.full((2,), 2.0))
+
+
+def _ledgers() -> int:
+    return sum(type(found) is Ledger for found in gc.get_objects())
+
+
+def test_what_passes_knew_is_gone_without_the_garbage_collector(trio: list[Worker]) -> None:
+    """Also of those that ran at gates, and had to look ahead for that."""
+    gc.collect()
+    gc.disable()
+    try:
+        before = _ledgers()
+        for _ in range(3):
+            x = torch.ones(2, requires_grad=True)
+            with autograd.context() as context_id:
+                h = x * 1
+                for worker in ("worker1", "worker2", "worker1"):
+                    h = h + rpc.rpc_sync(worker, square, args=(h,))
+                autograd.backward(context_id, [h.sum()], retain_graph=True)
+            del h
+        until(lambda: all(not worker.contexts.all() for worker in trio), "the contexts go")
+        until(lambda: _ledgers() <= before, "the ledgers go")
+    finally:
+        gc.enable()

@@ -14,6 +14,7 @@ from gradwire.errors import GradwireError
 from gradwire.gradients.context import Context
 from gradwire.gradients.functions import Recv, Send
 from gradwire.gradients.graph import Plan, make_roots
+from gradwire.gradients.recorder import Recorder
 from gradwire.ids import IdSource
 from gradwire.worker import Worker
 
@@ -88,6 +89,55 @@ def test_a_hook_that_comes_after_the_call_sees_the_whole_gradient(trio: list[Wor
         x.register_hook(lambda gradient: SEEN.append(gradient.tolist()))
         autograd.backward(context_id, [(y + z).sum()])
     assert SEEN == [[4, 6]]
+
+
+@pytest.mark.parametrize("into_grad", [False, True])
+def test_a_leaf_whose_data_was_exchanged_gets_its_gradient(
+    trio: list[Worker], into_grad: bool
+) -> None:
+    x = torch.ones(2, requires_grad=True)
+    x.register_hook(lambda _gradient: None)
+    with autograd.context(into_grad) as context_id:
+        y = rpc.rpc_sync("worker1", torch.mul, args=(x, 2))
+        x.data = x.data.double()
+        autograd.backward(context_id, [y.sum()])
+        found = x.grad if into_grad else autograd.get_gradients(context_id)[x]
+    assert found is not None
+    assert found.tolist() == [2, 2]
+
+
+def test_an_interrupt_while_planning_leaves_no_call_open(
+    trio: list[Worker], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    x = torch.ones(2, requires_grad=True)
+    with autograd.context():
+        monkeypatch.setattr(Recorder, "waiting", interrupted_on(trio[0]))
+        with pytest.raises(KeyboardInterrupt):
+            rpc.rpc_sync("worker1", use_weight, args=(x,))
+    assert trio[0].agent.open_calls() == 0
+
+
+def interrupted_on(worker: Worker) -> Callable[..., None]:
+    def waiting(recorder: Recorder, _tags: Any) -> None:
+        if recorder._contexts is worker.contexts:
+            raise KeyboardInterrupt
+
+    return waiting
+
+
+def test_why_a_pass_could_not_begin_elsewhere_is_told(
+    trio: list[Worker], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse() -> Any:
+        raise GradwireError("this is why")
+
+    monkeypatch.setattr(trio[1].engine, "groups", refuse)
+    for _ in range(10):
+        x = torch.ones(2, requires_grad=True)
+        with autograd.context() as context_id:
+            y = rpc.rpc_sync("worker1", torch.mul, args=(x, 2))
+            with pytest.raises(GradwireError, match="this is why"):
+                autograd.backward(context_id, [y.sum()])
 
 
 def _freeze(leaf: Tensor) -> None:

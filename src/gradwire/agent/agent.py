@@ -122,7 +122,11 @@ class Agent:
         tags: Tags = {}
         link = self._let_leave(call, peer, encoded, tags)
         if tags:
-            self.do_ahead(tags)
+            try:
+                self.do_ahead(tags)
+            except BaseException:  # an interrupt: nobody will wait for the answer
+                call.give_up()
+                raise
         link.wait(call)
         value, unsettled = self._open_reply(call)
         for future in unsettled:

@@ -211,18 +211,19 @@ class Context:
         """Let go of everything; returns the workers to tell."""
         with self.lock:
             self.released = True
-            passes = list(self.passes.values())
-            # Of others whose part here is done it may not be known how they have ended; one that
-            # was started here is about to succeed.
-            for found in passes:
-                if found.finished and not found.started_here:
+            unfinished = []
+            for found in list(self.passes.values()):
+                if not found.finished:
+                    unfinished.append(found)
+                elif not found.started_here:
+                    # It may not be known how it has ended. (One that was started here is about to
+                    # succeed.)
                     del self.passes[found.id]
             self.sends, self.recvs, self._gradients, self.writers = {}, {}, {}, set()
             self._plan = None
             known = set(self.known)
-        for found in passes:
-            if not found.finished:
-                found.fail(GradwireError(f"autograd context {self.id} was released"))
+        for found in unfinished:
+            found.fail(GradwireError(f"autograd context {self.id} was released"))
         return known
 
 

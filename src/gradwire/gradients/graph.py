@@ -167,8 +167,9 @@ class Plan:
         #: Anchors that no source has reached yet; and the nodes that were visited.
         self._anchors: dict[Any, Anchor] = {}
         self._marked: dict[Any, Region] = {}
-        #: Leaves that do not require gradients any more.
+        #: Leaves that do not require gradients any more; and which starts are leaves, and where.
         self._frozen: list[Tensor] = []
+        self._leaf_starts: list[tuple[Send, int, Any]] = []
         #: One for each node that may be visited.
         self._steps: Iterator[None] = repeat(None)
 
@@ -219,7 +220,8 @@ class Plan:
                 end = send.ends[position]
                 if not end.requires_grad or end._backward_hooks is not None:
                     return False
-        return True
+        # The data of a leaf may have been exchanged.
+        return all(send.edge(position).node is node for send, position, node in self._leaf_starts)
 
     def finish(self, roots: Sequence[Root]) -> None:
         """Add what a pass begins with."""
@@ -266,7 +268,10 @@ class Plan:
                 if self._leaves_out_loose and end._backward_hooks is None:
                     self.loose.setdefault(send.id, []).append(position)
                     continue
-            starts.append((send, position, send.edge(position)))
+            edge = send.edge(position)
+            starts.append((send, position, edge))
+            if end.is_leaf:
+                self._leaf_starts.append((send, position, edge.node))
         return starts
 
     def _walk(self, start: Any, region: Region) -> None:

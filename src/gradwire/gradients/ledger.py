@@ -104,10 +104,10 @@ class Ledger:
         self._groups = groups
         self.replies: dict[int, _Reply] = {}
         for message, recv in recvs.items():
-            size = plan.sizes[message]
+            size = plan.sizes.get(message)
             if size:
                 self.replies[message] = _Reply(recv.sender, size)
-            else:  # what it carried could not be decoded, or not yet
+            else:  # what it carried could not be decoded, or not yet; or the context is released
                 self._post(recv.sender, message, None)
         self._left = len(plan.regions) + len(self.replies) + len(sends)
         for recv, position in plan.unreached:
@@ -233,12 +233,13 @@ class Ledger:
         loose = self.plan.loose.get(id, ())
         for position in loose:
             gradient = given[position] if position < len(given) else None
-            if gradient is not None and gradient is not NOTHING:
-                leaf = send.ends[position]
-                if self._is_wanted(leaf):
-                    where = self.received if send.to != self.me else self.found
-                    where.append((leaf, gradient))
-                given[position] = None  # it has got where it belongs
+            if gradient is None:
+                continue
+            given[position] = None  # it belongs nowhere else
+            leaf = send.ends[position]
+            if gradient is not NOTHING and self._is_wanted(leaf):
+                where = self.received if send.to != self.me else self.found
+                where.append((leaf, gradient))
         region = self.plan.region_of(id)
         if region is None:
             return

@@ -181,6 +181,8 @@ class Pass:
         """Take in what another worker has to tell. `was_told`: it answers our first message."""
         if not self._ledger.planned:  # another thread begins it, or will hear how
             self._wait_until(lambda: self._ledger.planned)
+            if not self._ledger.planned:
+                return  # it has failed before it could begin here
         with self._lock:
             self._ledger.take(sender, news, was_told=was_told)
             if self._changed is not None:

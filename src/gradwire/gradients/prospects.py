@@ -7,6 +7,7 @@ others too: they are asked, and ask in turn. Most passes have no such region, an
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Collection, Iterable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING
@@ -31,7 +32,7 @@ class Prospects:
     """The part of a ledger that looks ahead."""
 
     def __init__(self, ledger: Ledger):
-        self._ledger = ledger
+        self._ledger: Ledger = weakref.proxy(ledger)  # which refers to this
         #: Which tensors of sends gradients will come to, as far as that is known.
         self.known = ledger.plan.prospects
         #: The sends others were asked about; and what they must hear, by worker.

@@ -20,7 +20,9 @@ class Reach:
     """See the module's text."""
 
     def __init__(self, region: Region):
-        self._region = region
+        #: (Not the region itself, which refers to this.)
+        self._starts = region.starts
+        self._all_anchors = region.anchors
         self._anchors = {recv.anchors[n]: (recv, n) for recv, n in region.anchors}
         self._alive: set[Any] = set()
         #: By node: how many ways into it have not been ruled out.
@@ -33,7 +35,7 @@ class Reach:
 
     def _count_ways(self) -> None:
         stack: list[Any] = []
-        for _, _, edge in self._region.starts:
+        for _, _, edge in self._starts:
             self._count(edge.node, stack)
         while stack:
             node = stack.pop()
@@ -70,9 +72,9 @@ class Reach:
         node = self._open.pop((send, position), None)
         if node is None:
             return []
-        if len(self._region.starts) == 1:  # there is nothing in the region that it does not reach
+        if len(self._starts) == 1:  # there is nothing in the region that it does not reach
             self._alive.update(self._anchors if alive else ())
-            return self._region.anchors
+            return self._all_anchors
         return self.bring_to_life(node) if alive else self._rule_out(node)
 
     def bring_to_life(self, node: Any) -> list[Anchor]:
