@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import contextvars
 import gc
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 from typing import Any
@@ -233,3 +235,31 @@ def test_a_parameter_stays_protected_when_one_in_the_same_memory_dies() -> None:
         second.mul_(10)
     y.backward()  # type: ignore[no-untyped-call]
     assert_grad_is_one(x)
+
+
+_THREADS_USE_A_LEAF = """
+import faulthandler, sys, threading, torch
+from gradwire.gradients.functions import Send
+
+faulthandler.dump_traceback_later(30, exit=True)
+sys.setswitchinterval(1e-5)
+leaf = torch.ones(64, requires_grad=True)
+leaf.register_hook(lambda gradient: None)
+edge = Send(1, 1, [leaf], None).edge(0)  # as a pass holds it
+
+def use(operation):
+    for _ in range(20_000):
+        operation(leaf)
+
+operations = (torch.clone, torch.clone, lambda leaf: leaf[:2])
+threads = [threading.Thread(target=use, args=(operation,)) for operation in operations]
+for thread in threads:
+    thread.start()
+for thread in threads:
+    thread.join()
+"""
+
+
+def test_threads_can_use_a_leaf_that_a_pass_knows() -> None:
+    """Torch locks itself up if Python alone holds the node of a leaf."""
+    subprocess.run([sys.executable, "-c", _THREADS_USE_A_LEAF], check=True, timeout=60)

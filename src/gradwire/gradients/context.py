@@ -219,8 +219,8 @@ class Context:
                     # It may not be known how it has ended. (One that was started here is about to
                     # succeed.)
                     del self.passes[found.id]
+            self._plan = None  # first: it must not be the last that knows some nodes
             self.sends, self.recvs, self._gradients, self.writers = {}, {}, {}, set()
-            self._plan = None
             known = set(self.known)
         for found in unfinished:
             found.fail(GradwireError(f"autograd context {self.id} was released"))

@@ -71,7 +71,11 @@ def edge_behind(node: Any) -> GradientEdge:
 def _edge_of_leaf(leaf: Tensor) -> GradientEdge:
     """Torch does not say where it is, unless something leads to it. Nowhere, if it is a view that
     was made under `no_grad`, though torch says that it requires gradients."""
-    return edge_behind(_twin(leaf, _is_large(leaf)).grad_fn)
+    node: Any = _twin(leaf, _is_large(leaf)).grad_fn
+    # A node of a leaf that nobody but Python holds is a trap: threads that use the leaf then wait
+    # for the interpreter with a lock of torch's in hand, others for that lock with the interpreter.
+    owner = (node, *_REST[1:]) if _REST else ()
+    return _edge((*node.next_functions[0], *owner))
 
 
 def edge_at(node: Any, number: int = 0) -> GradientEdge:
@@ -81,7 +85,7 @@ def edge_at(node: Any, number: int = 0) -> GradientEdge:
 
 #: Makes an edge of a tuple, as the class would, without a detour through Python.
 _edge: Callable[[tuple[Any, ...]], GradientEdge] = partial(tuple.__new__, GradientEdge)
-#: What edges have in some versions of torch, and is not needed here.
+#: What edges have besides in some versions of torch: first of all who owns the node.
 _REST = (None,) * (len(GradientEdge._fields) - 2)
 
 

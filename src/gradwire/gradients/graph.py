@@ -148,6 +148,10 @@ class Plan:
         loose: bool = False,
         on_the_way: Collection[SentTensor] | None = None,
     ):
+        # (First those that go first: nodes of leaves must not be held by Python alone.)
+        #: Anchors that no source has reached yet; and the nodes that were visited.
+        self._anchors: dict[Any, Anchor] = {}
+        self._marked: dict[Any, Region] = {}
         self.regions: list[Region] = []
         #: By send, the region that it is a source of, and which of its tensors are loose.
         self._region_of: dict[int, Region] = {}
@@ -164,12 +168,9 @@ class Plan:
         #: The messages that were added.
         self._sends: list[Send] = []
         self._recvs: list[Recv] = []
-        #: Anchors that no source has reached yet; and the nodes that were visited.
-        self._anchors: dict[Any, Anchor] = {}
-        self._marked: dict[Any, Region] = {}
         #: Leaves that do not require gradients any more; and which starts are leaves, and where.
         self._frozen: list[Tensor] = []
-        self._leaf_starts: list[tuple[Send, int, Any]] = []
+        self._leaf_starts: list[tuple[Send, int, GradientEdge]] = []
         #: One for each node that may be visited.
         self._steps: Iterator[None] = repeat(None)
 
@@ -221,7 +222,7 @@ class Plan:
                 if not end.requires_grad or end._backward_hooks is not None:
                     return False
         # The data of a leaf may have been exchanged.
-        return all(send.edge(position).node is node for send, position, node in self._leaf_starts)
+        return all(send.edge(number).node is edge.node for send, number, edge in self._leaf_starts)
 
     def finish(self, roots: Sequence[Root]) -> None:
         """Add what a pass begins with."""
@@ -271,7 +272,7 @@ class Plan:
             edge = send.edge(position)
             starts.append((send, position, edge))
             if end.is_leaf:
-                self._leaf_starts.append((send, position, edge.node))
+                self._leaf_starts.append((send, position, edge))
         return starts
 
     def _walk(self, start: Any, region: Region) -> None:
