@@ -300,3 +300,13 @@ def test_gradients_that_were_expanded_can_be_changed(trio: list[Worker], size: i
         gradient = autograd.get_gradients(context_id)[x]
     gradient[0].mul_(2)
     assert gradient.sum().item() == size + 1
+
+
+def test_what_is_wrong_with_a_root_is_said_in_torch_s_order() -> None:
+    """Of a leaf that is no scalar, for one, that it is no scalar."""
+    with pytest.raises(ValueError, match="requires_grad not set on root"):
+        make_roots([torch.ones(2)])
+    with pytest.raises(ValueError, match="all roots need to be scalar"):
+        make_roots([torch.ones(2, requires_grad=True)])
+    with pytest.raises(ValueError, match="valid gradient function"):
+        make_roots([torch.ones((), requires_grad=True)])

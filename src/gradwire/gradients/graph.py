@@ -52,22 +52,23 @@ def make_roots(
 def _make_root(tensor: Tensor, gradient: Tensor | None) -> Root:
     if not tensor.requires_grad:
         raise ValueError(f"requires_grad not set on root {tensor!r}")
+    if gradient is None:
+        if tensor.numel() != 1:
+            raise ValueError(
+                f"root of shape {tuple(tensor.shape)} is not a scalar, all roots need to be scalar "
+                "unless grad_tensors gives their gradients"
+            )
+        if tensor.is_complex():
+            raise ValueError("a root is complex: say with grad_tensors what its gradient is")
     if tensor.grad_fn is None:
         raise ValueError("a root does not have a valid gradient function: it is a leaf")
-    if gradient is not None:
-        if gradient.shape == tensor.shape:
-            return Root(tensor, gradient)
+    if gradient is None:
+        return Root(tensor, torch.ones_like(tensor))
+    if gradient.shape != tensor.shape:
         raise ValueError(
             f"a root of shape {tuple(tensor.shape)} has a gradient of shape {tuple(gradient.shape)}"
         )
-    if tensor.numel() != 1:
-        raise ValueError(
-            f"root of shape {tuple(tensor.shape)} is not a scalar, all roots need to be scalar "
-            "unless grad_tensors gives their gradients"
-        )
-    if tensor.is_complex():
-        raise ValueError("a root is complex: say with grad_tensors what its gradient is")
-    return Root(tensor, torch.ones_like(tensor))
+    return Root(tensor, gradient)
 
 
 Source = Root | Send
