@@ -266,8 +266,11 @@ def test_a_context_ends_where_it_came_through_a_worker_that_died() -> None:
         assert started[0].result() == 0
 
 
-def test_a_context_ends_that_is_heard_of_after_its_creator_was_lost(trio: list[Worker]) -> None:
+def test_a_context_ends_that_is_heard_of_after_its_creator_was_lost(
+    trio: list[Worker], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """In a call that had to wait, or through a worker that has not noticed."""
+    monkeypatch.setattr("gradwire.agent.insisting._RETRY_SECONDS", 0.005)
 
     def square_in(context_id: int, caller: Worker) -> None:
         agent = caller.agent
