@@ -127,14 +127,12 @@ class Engine:
 
     # -- messages of passes
 
-    def ask(self, asking: Pass, worker: int, news: News) -> News:
-        """Tell a worker something, and wait for what it has to tell."""
+    def ask(self, asking: Pass, worker: int, news: News) -> OpenCall:
+        """Tell a worker something; what it has to tell is to be heard."""
         encoded, tags, left = self._message(asking, worker, news)
-        call = self.agent.ask(
+        return self.agent.ask(
             worker, Kind.BACKWARD_AUTOGRAD_REQ, "the backward pass", encoded, left, tags
         )
-        heard: News = asking.hear(call)
-        return heard
 
     def tell(self, telling: Pass, worker: int, news: News) -> Future[Any]:
         """Tell a worker something; what it has to tell comes in a future."""

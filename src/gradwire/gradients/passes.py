@@ -30,6 +30,7 @@ from __future__ import annotations
 
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Collection, Iterable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -84,8 +85,10 @@ class Pass:
         self._into_grad = context.into_grad and not how.for_inputs
         self._ledger = Ledger(engine.agent.info.id, parent, how)
         self.error: BaseException | None = None
-        #: Messages whose answers threads wait for.
+        #: Messages whose answers threads wait for, or will; and those nobody waits for yet, with
+        #: the worker they went to and whether it was told for the first time.
         self._asked: set[OpenCall] = set()
+        self._unheard: deque[tuple[int, bool, OpenCall]] = deque()
         #: Regions that are being run.
         self._running = 0
         self._begun = parent is None
@@ -193,7 +196,7 @@ class Pass:
     def drive(self) -> None:
         """Do all that can be done now, on this thread, and let others know. (Who adds to it from
         now on drives it too.)"""
-        while self.error is None and self._ledger.has_work():
+        while self.error is None and (self._ledger.has_work() or self._unheard):
             self._run_ready(gated=True)
             if not self._exchange():
                 self._accumulate()
@@ -229,13 +232,14 @@ class Pass:
                 self.fail(failure)
 
     def _run(self, run: Run) -> Found:
+        deliver = self._deliver_at_once if run.gates else self._deliver
         if self.how.create_graph:
             # What the run saves, to be differentiated too, is there to stay.
             recording = self._engine.versions.recording()
             if recording is not None:
                 with recording:
-                    return run.run(self._gate, self._deliver, into_grad=self._into_grad)
-        return run.run(self._gate, self._deliver, into_grad=self._into_grad)
+                    return run.run(self._gate, deliver, into_grad=self._into_grad)
+        return run.run(self._gate, deliver, into_grad=self._into_grad)
 
     def _accumulate(self) -> None:
         """See to the groups of leaves, last of all."""
@@ -269,6 +273,11 @@ class Pass:
     def _deliver(self, message: int, position: int, gradient: Gradient) -> None:
         with self._lock:
             self._ledger.settle(message, position, gradient)
+
+    def _deliver_at_once(self, message: int, position: int, gradient: Gradient) -> None:
+        """Others can go on with it while this run gets to its next gate."""
+        self._deliver(message, position, gradient)
+        self._tell()
 
     def _gate(self, send: Send) -> Gradients | None:
         """The gradients of what was sent; waits for them."""
@@ -326,33 +335,48 @@ class Pass:
     # -- telling others
 
     def _exchange(self) -> bool:
-        """Send what others must know. True when there may be more to do here afterwards."""
+        """Send what others must know, and hear an answer. True when there may be more to do here
+        afterwards."""
         with self._lock:
             if self.error is not None:
                 return False
             if self._ledger.take_own_answers():
                 self._notify()
                 return True
-            told = self._ledger.all_news()
+        self._tell()
+        try:
+            worker, first, call = self._unheard.popleft()
+        except IndexError:
+            return False
+        try:
+            answer: News = self.hear(call)
+        except BaseException as error:
+            self._fail_unless_over(error)
+            return False
+        self.take(worker, answer, was_told=first)
+        return True
+
+    def _tell(self) -> None:
+        """Send what others must know."""
+        with self._lock:
+            told = [] if self.error is not None else self._ledger.all_news()
             if self._changed is not None:
                 self._notify()
         if not told:
-            return False
+            return
         # Reading the last answer oneself is faster than being woken by who reads it.
         last = None if self.finished else told.pop()
         try:
             for worker, first, news in told:
                 future = self._engine.tell(self, worker, news)
                 future.at_once(partial(self._hear_later, worker, first))
-            if last is None:
-                return False
-            worker, first, news = last
-            answer = self._engine.ask(self, worker, news)
+            if last is not None:
+                worker, first, news = last
+                call = self._engine.ask(self, worker, news)
+                self._asked.add(call)
+                self._unheard.append((worker, first, call))
         except BaseException as error:
             self._fail_unless_over(error)
-            return False
-        self.take(worker, answer, was_told=first)
-        return True
 
     def _fail_unless_over(self, error: BaseException) -> None:
         """Something could not be told. If it is that others are done with the context, and so is

@@ -43,14 +43,15 @@ Found = Sequence["Tensor | None"]
 class Run:
     """One run of a region. Made with the lock of the pass held, run without."""
 
-    __slots__ = ("_gates", "_how", "_outputs", "_region", "_seeds", "anchors")
+    __slots__ = ("_how", "_outputs", "_region", "_seeds", "anchors", "gates")
 
     def __init__(self, region: Region, ledger: Ledger, how: How):
         self._region = region
         self._how = how
         self._outputs: list[GradientEdge] = []
         self._seeds: list[Tensor] = []
-        self._gates: list[tuple[Send, int]] = []
+        #: Where the run will wait.
+        self.gates: list[tuple[Send, int]] = []
         for source, position, edge in region.starts:
             if type(source) is Root:
                 gradient: Gradient = source.gradient
@@ -64,7 +65,7 @@ class Run:
                     gradient = answer[position] if answer and position < len(answer) else None
             if gradient is NOTHING:  # yet, or at all: torch begins nowhere with nothing
                 assert type(source) is Send
-                self._gates.append((source, position))
+                self.gates.append((source, position))
             elif gradient is not None:
                 self._outputs.append(edge)
                 self._seeds.append(gradient)
@@ -73,7 +74,7 @@ class Run:
     def run(self, gate: Gate, deliver: Deliver, *, into_grad: bool) -> Found:
         """Returns the gradients of the leaves and then those of the anchors, as far as they were
         not delivered, or put into `.grad`, on the way."""
-        how, gates, outputs = self._how, self._gates, self._outputs
+        how, gates, outputs = self._how, self.gates, self._outputs
         if not outputs and not gates:
             return ()
         leaves = self._region.leaves
@@ -126,7 +127,7 @@ class Run:
     def _is_straight(self) -> bool:
         """Whether something was received and sent on as it is. Its gradient goes back as it is, and
         torch need not be asked."""
-        if self._gates or self._region.leaves or len(self.anchors) != 1:
+        if self.gates or self._region.leaves or len(self.anchors) != 1:
             return False
         recv, position = self.anchors[0]
         is_sent_on = self._outputs[0].node is recv.anchors[position]
@@ -135,10 +136,10 @@ class Run:
     def _wait_at_gates(self, gate: Gate) -> None:
         """A gate is a twin of what was sent, made for this run: it gets its gradient when torch
         comes to it. That is after everything else, the newest first."""
-        above = max(_ABOVE_GATES, len(self._gates))
+        above = max(_ABOVE_GATES, len(self.gates))
         if self._region.reach is not None:  # else nothing is out
             _lift(self._region.reach.alive(), above)
-        oldest_first = sorted(self._gates, key=lambda gate: gate[0].id)
+        oldest_first = sorted(self.gates, key=lambda gate: gate[0].id)
         for number, (send, position) in enumerate(oldest_first):
             twin = send.twin(position)
             node: Any = twin.grad_fn
