@@ -32,12 +32,11 @@ from gradwire.wire.values import Encoded, Passenger
 #: make the calls.
 _MANY = 16
 _GATHER_SECONDS = 100e-6
+_making_gates = threading.RLock()
 
 
 class Link:
     """One connection, used for calls from here to there."""
-
-    _gates = threading.RLock()
 
     def __init__(
         self,
@@ -232,7 +231,7 @@ class Link:
 
     def _wait_at_gate(self, call: OpenCall) -> None:
         """Wait while another thread reads, or settles this call."""
-        with self._gates:
+        with _making_gates:
             if call.gate is None:
                 call.gate = threading.Lock()
                 call.gate.acquire()

@@ -23,7 +23,7 @@ import threading
 import weakref
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, ClassVar, Final, Literal
+from typing import Any, ClassVar, Final, Literal, TypeAlias
 
 import torch
 from torch import Tensor
@@ -31,7 +31,7 @@ from torch.autograd.graph import GradientEdge
 
 #: What backward has brought a tensor. None: it has not come there. NOTHING: it has, with nothing:
 #: torch then goes on, in one process too, and asks functions for the gradients of no gradient.
-Gradient = Tensor | None | Literal[False]
+Gradient: TypeAlias = Tensor | Literal[False] | None
 NOTHING: Final = False
 #: In the place of what is not known yet.
 OPEN: Any = object()

@@ -10,9 +10,8 @@ The walk visits every node once.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Sequence
-from dataclasses import dataclass
 from itertools import repeat
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -26,14 +25,16 @@ if TYPE_CHECKING:
 Leaf: Any = torch._C._functions.AccumulateGrad  # type: ignore[attr-defined]
 
 
-@dataclass(slots=True)
 class Root:
     """Something `backward` was called on."""
 
-    tensor: Tensor
-    gradient: Tensor
-    #: No message has this id.
-    id: ClassVar[int] = 0
+    __slots__ = ("gradient", "id", "tensor")
+
+    def __init__(self, tensor: Tensor, gradient: Tensor):
+        self.tensor = tensor
+        self.gradient = gradient
+        #: No message has this id.
+        self.id = 0
 
 
 def make_roots(

@@ -84,6 +84,10 @@ class Ledger:
             self._prospects = Prospects(self)
         return self._prospects
 
+    def close(self) -> None:
+        """It is not needed any more: do not leave a circle behind."""
+        self._prospects = None
+
     # -- planning
 
     def open(

@@ -513,9 +513,10 @@ class Pass:
         return self._ledger.accumulated
 
     def is_over(self) -> None:
-        """Its outcome is known."""
+        """Its outcome is known, or nobody wants to know."""
         with self._lock:
             self._over = True
+            self._ledger.close()
             self._notify()
 
     def wait_until_over(self) -> None:

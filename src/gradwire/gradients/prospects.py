@@ -7,7 +7,6 @@ others too: they are asked, and ask in turn. Most passes have no such region, an
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Collection, Iterable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING
@@ -32,7 +31,7 @@ class Prospects:
     """The part of a ledger that looks ahead."""
 
     def __init__(self, ledger: Ledger):
-        self._ledger: Ledger = weakref.proxy(ledger)  # which refers to this
+        self._ledger = ledger  # until that lets go of this
         #: Which tensors of sends gradients will come to, as far as that is known.
         self.known = ledger.plan.prospects
         #: The sends others were asked about; and what they must hear, by worker.
@@ -145,7 +144,7 @@ class Prospects:
         reply = ledger.replies.get(message)
         if reply is None or reply.told or len(reply.alive) < reply.open:
             return
-        positions = []
+        positions: list[int] = []
         for position, gradient in enumerate(reply.gradients):
             if gradient is OPEN and position not in reply.alive:
                 return

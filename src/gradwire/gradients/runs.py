@@ -186,8 +186,8 @@ class GradBackup:
 
     def restore(self) -> None:
         """Put back the very tensors, with their values."""
-        before, self._before = self._before, []
-        for leaf, gradient, values in reversed(before):
+        while self._before:
+            leaf, gradient, values = self._before.pop()
             if gradient is not None and values is not None:
                 gradient.detach().copy_(values)
             leaf.grad = gradient

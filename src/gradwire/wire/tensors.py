@@ -13,6 +13,7 @@ elements of a small view are spread out again where they arrive, so that it keep
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -66,8 +67,7 @@ def describe(tensor: Tensor, buffers: list[Tensor]) -> Described | None:
     if tensor.is_contiguous():
         size = tensor.nbytes
         if size <= INLINE_BYTES:
-            array = _arrays.get(size) or _array_of(size)
-            elements = bytearray(array.from_address(tensor.data_ptr()))
+            elements = _bytes_at(tensor.data_ptr(), size)
             return elements, code, tuple(tensor.shape), flags
         buffers.append(tensor.detach())
         return None, code, tuple(tensor.shape), flags
@@ -92,7 +92,7 @@ def _describe_view(tensor: Tensor, code: int, flags: int, buffers: list[Tensor])
     return _elements(tensor, buffers), code, shape, flags
 
 
-def _elements(tensor: Tensor, buffers: list[Tensor]) -> bytearray | None:
+def _elements(tensor: Tensor, buffers: list[Tensor]) -> bytes | None:
     """The elements in order, if they are few."""
     size = tensor.nbytes
     if size > INLINE_BYTES:
@@ -102,18 +102,19 @@ def _elements(tensor: Tensor, buffers: list[Tensor]) -> bytearray | None:
     return _bytes_at(tensor.data_ptr(), size)
 
 
-def _bytes_at(address: int, size: int) -> bytearray:
+def _bytes_at(address: int, size: int) -> bytes:
     """A copy of some memory. (The interpreter waits for it, so it must be little.)"""
-    return bytearray((_arrays.get(size) or _array_of(size)).from_address(address))
+    copied: bytes = (_arrays_at.get(size) or _array_at(size))(address).raw
+    return copied
 
 
-def _array_of(size: int) -> type[ctypes.Array[ctypes.c_char]]:
-    array = _arrays[size] = ctypes.c_char * size
-    return array
+def _array_at(size: int) -> Callable[[int], Any]:
+    found = _arrays_at[size] = (ctypes.c_char * size).from_address
+    return found
 
 
-#: ctypes arrays, by size: of no more sizes than small tensors have.
-_arrays: dict[int, type[ctypes.Array[ctypes.c_char]]] = {}
+#: What gives arrays over memory, by size: of no more sizes than small tensors have.
+_arrays_at: dict[int, Callable[[int], Any]] = {}
 
 
 def rebuild(

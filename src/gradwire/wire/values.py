@@ -24,6 +24,7 @@ from torch import Tensor
 from gradwire.errors import EncodingError
 from gradwire.ids import WorkerInfo
 from gradwire.wire import tensors as wire_tensors
+from gradwire.wire.closures import closure_pickler
 from gradwire.wire.messages import MARSHAL_VERSION
 from gradwire.wire.plain import PAIR, Parts, parts_of, parts_of_call, put_together
 
@@ -244,7 +245,7 @@ class Codec:
         self._taught: dict[type, tuple[str, Callable[[Any], Any]]] = {}
         self._beside: set[type] = {Tensor}
         self._closures = closures
-        self._pickler = _closure_pickler() if closures else pickle.Pickler
+        self._pickler = closure_pickler() if closures else pickle.Pickler
 
     def teach(
         self,
@@ -406,22 +407,3 @@ def _advice(value: Any) -> str:
             "level of a module"
         )
     return ""
-
-
-def _closure_pickler() -> type[pickle.Pickler]:
-    """A pickler that sends lambdas and local functions and classes by value."""
-    try:
-        import cloudpickle
-    except ImportError as error:
-        raise EncodingError(
-            'the option closures=True needs cloudpickle: pip install "gradwire[closures]"'
-        ) from error
-
-    class ClosurePickler(cloudpickle.Pickler):  # type: ignore[misc]
-        def reducer_override(self, obj: Any) -> Any:
-            reducers = self.dispatch_table
-            if type(obj) in reducers or isinstance(obj, Tensor):
-                return reducers[type(obj)](obj)
-            return super().reducer_override(obj)
-
-    return ClosurePickler
