@@ -1,5 +1,10 @@
 # Each target sets up what it needs: a virtual environment with the pinned dependencies.
-PYTHON ?= python3
+
+# What is pinned is for Python 3.11. The system's is looked at first: distributions optimize theirs
+# with a profile, version managers that build from source do not, and those are a tenth slower.
+PYTHON ?= $(firstword $(shell for python in /usr/bin/python3 python3; do \
+	$$python -c "import ensurepip, sys; assert sys.version_info[:2] == (3, 11)" 2> /dev/null \
+	&& echo $$python; done) python3)
 VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
@@ -37,7 +42,7 @@ format: $(READY)
 
 # torch is pinned and installed first, by itself: an open range would fetch a CUDA build.
 $(READY): pyproject.toml constraints.txt
-	$(PYTHON) -m venv $(VENV)
+	$(PYTHON) -m venv --clear $(VENV)
 	$(BIN)/pip install -q -c constraints.txt torch setuptools
 	$(BIN)/pip install -q -c constraints.txt --no-build-isolation -e ".[dev,closures,plots]"
 	touch $@
