@@ -106,6 +106,14 @@ class Region:
         #: Another one that this has turned out to be a part of, and has gone over to.
         self.part_of: Region | None = None
 
+    def is_straight(self) -> bool:
+        """Whether something was received and sent on as it is, and nobody watches that. What comes
+        back goes back as it is, and torch need not be asked."""
+        if len(self.starts) != 1 or len(self.anchors) != 1 or self.leaves or self.frozen:
+            return False
+        recv, position = self.anchors[0]
+        return self.starts[0][2].node is recv.anchors[position] and not recv.is_watched(position)
+
     def whole(self) -> Region:
         region = self
         while (above := region.part_of) is not None:

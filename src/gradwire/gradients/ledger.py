@@ -16,7 +16,7 @@ from torch import Tensor
 
 from gradwire.gradients.family import Family
 from gradwire.gradients.functions import NOTHING, OPEN, Gradient, Recv, Send
-from gradwire.gradients.graph import Anchor, Plan, Region
+from gradwire.gradients.graph import Anchor, Plan, Region, Root
 from gradwire.gradients.news import Answer, News, put_beside, take_from
 from gradwire.gradients.prospects import Prospects
 
@@ -54,10 +54,12 @@ class _Reply:
 class Ledger:
     """See the module's text."""
 
-    def __init__(self, me: int, parent: int | None, how: How):
+    def __init__(self, me: int, parent: int | None, how: How, *, into_grad: bool = False):
         self.me = me
         self.family = Family(parent)
         self._how = how
+        #: Torch puts gradients into `.grad`, and has to run all there is.
+        self._into_grad = into_grad
         self.planned = False
         #: How many regions have to run, recvs to answer and sends to be answered; before there is
         #: a plan, that.
@@ -138,7 +140,24 @@ class Ledger:
             if not self.prospects.look_into(region).is_known:
                 return
         region.queued = True
-        self.ready.append(region)
+        if not region.out and not self._into_grad and region.is_straight():
+            self._pass_on(region)
+        else:
+            self.ready.append(region)
+
+    def _pass_on(self, region: Region) -> None:
+        """A straight region has nothing to run."""
+        source, position, _ = region.starts[0]
+        gradient: Gradient
+        if type(source) is Root:
+            gradient = source.gradient
+        else:
+            answer = self.answers[source.id]
+            gradient = answer[position] if answer and position < len(answer) else None
+            self.answers[source.id] = None  # used up
+        recv, received = region.anchors[0]
+        self.settle(recv.id, received, gradient)
+        self._left -= 1
 
     def _unanswered(self, worker: int) -> list[int]:
         answers = self.answers
@@ -252,7 +271,9 @@ class Ledger:
             return  # it knew what would come
         count = len([gradient for gradient in given if gradient is not None])
         region.has_gradient |= count > 0
-        if region.anchors and (region.reach is not None or count + len(loose) < len(send.ends)):
+        reach = region.reach
+        expected = count + len(loose) == len(send.ends) if reach is None else reach.is_known
+        if region.anchors and not expected:
             self.prospects.take_answer(region, send, gradients)
         self.consider(region)
 

@@ -83,7 +83,7 @@ class Pass:
         #: Made when somebody has to wait.
         self._changed: threading.Condition | None = None
         self._into_grad = context.into_grad and not how.for_inputs
-        self._ledger = Ledger(engine.agent.info.id, parent, how)
+        self._ledger = Ledger(engine.agent.info.id, parent, how, into_grad=self._into_grad)
         self.error: BaseException | None = None
         #: Messages whose answers threads wait for, or will; and those nobody waits for yet, with
         #: the worker they went to and whether it was told for the first time.

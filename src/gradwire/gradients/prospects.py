@@ -131,12 +131,15 @@ class Prospects:
                 self._tell(recv.id)
 
     def _will_come_to(self, region: Region, anchors: Sequence[Anchor]) -> None:
+        concerned = set()
         for recv, position in anchors:
             reply = self._ledger.replies.get(recv.id)
             if reply is not None:
                 reply.alive.add(position)
-                if region.asking:  # whom it asks will want to know the like
-                    self._tell(recv.id)
+                concerned.add(recv.id)
+        if region.asking:  # whom it asks will want to know the like
+            for message in concerned:
+                self._tell(message)
 
     def _tell(self, message: int) -> None:
         """Something is known of a recv: tell its sender, once all is."""

@@ -81,8 +81,6 @@ class Run:
         frozen = self._region.frozen if not how.for_inputs else ()
         if not (self.anchors or leaves or frozen):
             return ()
-        if not into_grad and len(outputs) == 1 and self._is_straight():
-            return self._seeds
         #: Undoes what was done for this run alone.
         undoing: list[Callable[[], object]] = []
         sinks: list[Tensor | GradientEdge] = [*leaves]
@@ -123,15 +121,6 @@ class Run:
         self._outputs.append(edge)
         self._seeds.append(leaf.detach())
         return leaf
-
-    def _is_straight(self) -> bool:
-        """Whether something was received and sent on as it is. Its gradient goes back as it is, and
-        torch need not be asked."""
-        if self.gates or self._region.leaves or len(self.anchors) != 1:
-            return False
-        recv, position = self.anchors[0]
-        is_sent_on = self._outputs[0].node is recv.anchors[position]
-        return is_sent_on and not recv.is_watched(position)
 
     def _wait_at_gates(self, gate: Gate) -> None:
         """A gate is a twin of what was sent, made for this run: it gets its gradient when torch
