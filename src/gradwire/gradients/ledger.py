@@ -71,6 +71,8 @@ class Ledger:
         self._outbox: dict[int, tuple[list[Answer], list[Tensor]]] = {}
         self.to_myself: list[Callable[[], None]] = []
         self._prospects: Prospects | None = None
+        #: Where runs are likely to wait, once it is known that gradients will come there.
+        self.likely_gates: list[tuple[Send, int]] = []
         #: Gradients of leaves, not visible yet, to add to those there are: found here, and sent by
         #: others; and those to have instead.
         self.found: list[tuple[Tensor, Tensor]] = []

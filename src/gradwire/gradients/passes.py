@@ -48,7 +48,7 @@ from gradwire.gradients.functions import Gradient, Gradients, Send, SentTensor
 from gradwire.gradients.graph import Plan, Region, Root
 from gradwire.gradients.ledger import How, Ledger
 from gradwire.gradients.news import News
-from gradwire.gradients.runs import Found, GradBackup, Run
+from gradwire.gradients.runs import Found, GradBackup, Prepared, Run, make_gate
 from gradwire.gradients.survey import Shares
 from gradwire.wire.values import call_name
 
@@ -89,6 +89,7 @@ class Pass:
         #: the worker they went to and whether it was told for the first time.
         self._asked: set[OpenCall] = set()
         self._unheard: deque[tuple[int, bool, OpenCall]] = deque()
+        self._gates: Prepared = {}
         #: Regions that are being run.
         self._running = 0
         self._begun = parent is None
@@ -238,8 +239,8 @@ class Pass:
             recording = self._engine.versions.recording()
             if recording is not None:
                 with recording:
-                    return run.run(self._gate, deliver, into_grad=self._into_grad)
-        return run.run(self._gate, deliver, into_grad=self._into_grad)
+                    return run.run(self._gate, self._gates, deliver, into_grad=self._into_grad)
+        return run.run(self._gate, self._gates, deliver, into_grad=self._into_grad)
 
     def _accumulate(self) -> None:
         """See to the groups of leaves, last of all."""
@@ -290,6 +291,13 @@ class Pass:
         if self.error is not None:
             raise GradwireError("the backward pass was given up") from self.error
         return answers[send.id]
+
+    def _prepare_gates(self) -> None:
+        """Others look where gradients will come to, and are waited for: there is time."""
+        with self._lock:
+            likely, self._ledger.likely_gates = self._ledger.likely_gates, []
+        for send, position in likely:
+            self._gates[send.id, position] = make_gate(self._gate, send, position)
 
     def _drive_elsewhere(self) -> None:
         agent = self._engine.agent
@@ -344,6 +352,8 @@ class Pass:
                 self._notify()
                 return True
         self._tell()
+        if self._ledger.likely_gates:
+            self._prepare_gates()
         try:
             worker, first, call = self._unheard.popleft()
         except IndexError:
@@ -517,6 +527,7 @@ class Pass:
         with self._lock:
             self._over = True
             self._ledger.close()
+            self._gates = {}  # which know this pass
             self._notify()
 
     def wait_until_over(self) -> None:

@@ -77,7 +77,10 @@ class Prospects:
         ledger = self._ledger
         for id in self.look_into(region).open_sends() - self._asked:
             self._asked.add(id)
-            to = ledger.sends[id].to
+            send = ledger.sends[id]
+            if region.has_gradient:
+                ledger.likely_gates += [(send, position) for position in self._starting(send)]
+            to = send.to
             if to == ledger.me:
                 ledger.to_myself.append(partial(self.take_question, id))
             else:

@@ -21,6 +21,7 @@ from gradwire.gradients.functions import (
     Gradient,
     Gradients,
     Send,
+    SentTensor,
     Task,
     edge_at,
     edge_behind,
@@ -36,6 +37,8 @@ run_backward = Variable._execution_engine.run_backward
 Gate = Callable[[Send], "Gradients | None"]
 #: Told which tensor of which message has got which gradient.
 Deliver = Callable[[int, int, Gradient], None]
+#: Gates that were made when there was time: their nodes and seeds, by what was sent.
+Prepared = dict[SentTensor, tuple[Any, Tensor]]
 #: What a run gives.
 Found = Sequence["Tensor | None"]
 
@@ -71,9 +74,9 @@ class Run:
                 self._seeds.append(gradient)
         self.anchors = ledger.open_anchors(region)
 
-    def run(self, gate: Gate, deliver: Deliver, *, into_grad: bool) -> Found:
+    def run(self, gate: Gate, prepared: Prepared, deliver: Deliver, *, into_grad: bool) -> Found:
         """Returns the gradients of the leaves and then those of the anchors, as far as they were
-        not delivered, or put into `.grad`, on the way."""
+        not delivered, or put into `.grad`, on the way. Of gates some may be `prepared`."""
         how, gates, outputs = self._how, self.gates, self._outputs
         if not outputs and not gates:
             return ()
@@ -90,7 +93,7 @@ class Run:
         outer, running.aside = running.aside, not into_grad
         try:
             if gates:
-                self._wait_at_gates(gate)
+                self._wait_at_gates(gate, prepared)
             if gates or into_grad:
                 sinks.append(self._watch_anchors(deliver, undoing))
             found: Found = run_backward(
@@ -122,21 +125,19 @@ class Run:
         self._seeds.append(leaf.detach())
         return leaf
 
-    def _wait_at_gates(self, gate: Gate) -> None:
-        """A gate is a twin of what was sent, made for this run: it gets its gradient when torch
-        comes to it. That is after everything else, the newest first."""
+    def _wait_at_gates(self, gate: Gate, prepared: Prepared) -> None:
+        """Torch comes to gates after everything else, the newest first."""
         above = max(_ABOVE_GATES, len(self.gates))
         if self._region.reach is not None:  # else nothing is out
             _lift(self._region.reach.alive(), above)
         oldest_first = sorted(self.gates, key=lambda gate: gate[0].id)
         for number, (send, position) in enumerate(oldest_first):
-            twin = send.twin(position)
-            node: Any = twin.grad_fn
+            made = prepared.pop((send.id, position), None)
+            node, seed = made or make_gate(gate, send, position)
             _lift([edge_behind(node).node], above)
             node._set_sequence_nr(number)
-            node.register_prehook(partial(_at_gate, gate, send, position))
             self._outputs.append(edge_at(node))
-            self._seeds.append(twin.detach())  # whatever it is, the gradient takes its place
+            self._seeds.append(seed)
 
 
 #: Of this many gates or fewer all numbers are below those of other nodes.
@@ -150,6 +151,15 @@ def _lift(nodes: Iterable[Any], above: int) -> None:
         number = node._sequence_nr()
         if number < above:
             node._set_sequence_nr(number + above)
+
+
+def make_gate(gate: Gate, send: Send, position: int) -> tuple[Any, Tensor]:
+    """A gate is a twin of what was sent, made for one run: it gets its gradient when torch comes to
+    it. Returns its node, and a seed: whatever that is, the gradient takes its place."""
+    twin = send.twin(position)
+    node: Any = twin.grad_fn
+    node.register_prehook(partial(_at_gate, gate, send, position))
+    return node, twin.detach()
 
 
 def _at_gate(gate: Gate, send: Send, position: int, _seed: Any) -> tuple[Tensor | None]:
