@@ -384,8 +384,12 @@ def _ledgers() -> int:
     return sum(type(found) is Ledger for found in gc.get_objects())
 
 
+def constant(x: Tensor) -> Tensor:
+    return x.detach() * 2
+
+
 def test_what_passes_knew_is_gone_without_the_garbage_collector(trio: list[Worker]) -> None:
-    """Also of those that ran at gates, and had to look ahead for that."""
+    """Also of those that ran at gates, had to look ahead for that, and made gates in vain."""
     gc.collect()
     gc.disable()
     try:
@@ -396,6 +400,7 @@ def test_what_passes_knew_is_gone_without_the_garbage_collector(trio: list[Worke
                 h = x * 1
                 for worker in ("worker1", "worker2", "worker1"):
                     h = h + rpc.rpc_sync(worker, square, args=(h,))
+                    h = h + rpc.rpc_sync(worker, constant, args=(h,))
                 autograd.backward(context_id, [h.sum()], retain_graph=True)
             del h
         until(lambda: all(not worker.contexts.all() for worker in trio), "the contexts go")

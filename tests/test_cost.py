@@ -169,6 +169,29 @@ def test_messages_grow_with_the_layers_of_a_trunk(network: FaultyTransport) -> N
     assert all(messages <= 8 * count + 8 for count, messages in found.items()), found
 
 
+class Waits(torch.autograd.Function):
+    """In its backward, until worker 1 has run that of a layer."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x * 1
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        until(lambda: RUNS["there"] == 1, "the gradient is there")
+        return gradient
+
+
+def test_others_work_while_a_run_comes_to_its_gate(network: FaultyTransport) -> None:
+    """A gradient leaves when it is found, not when there is nothing else to do here."""
+    with autograd.context() as context_id:
+        x = torch.ones(2, requires_grad=True)
+        h = x * 1
+        y = rpc.rpc_sync("worker1", layer, args=(h, "there")) + Waits.apply(h)
+        assert messages_of_pass(network, y, context_id) <= 6
+        assert autograd.get_gradients(context_id)[x].tolist() == [1.5, 1.5]
+
+
 def test_the_release_of_a_context_is_waited_for_by_nobody(network: FaultyTransport) -> None:
     network.add(Fault("drop", kind=Kind.CLEANUP_AUTOGRAD_CONTEXT_REQ))
     for _ in range(3):
