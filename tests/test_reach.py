@@ -165,6 +165,48 @@ def test_a_function_that_gives_no_gradient_is_one_where_backward_goes_on(trio: o
         assert autograd.get_gradients(context_id)[x].tolist() == [0, 0]
 
 
+def first_of(h: Tensor, _w: Tensor) -> Tensor:
+    return h * 2
+
+
+def freeze_what_was_sent(to: str, x: Tensor) -> tuple[Tensor, Tensor]:
+    """A region that has to wait for what it has sent beside a leaf that has no part any more."""
+    h, w = x * 1, torch.ones(2, requires_grad=True)
+    y = rpc.rpc_sync(to, first_of, args=(h, w)) + h
+    w.requires_grad_(False)
+    return h, y
+
+
+@pytest.mark.parametrize("elsewhere", [False, True])
+def test_what_was_frozen_is_no_place_to_wait_at(trio: object, elsewhere: bool) -> None:
+    x = torch.ones(2, requires_grad=True)
+    with autograd.context() as context_id:
+        if elsewhere:
+            h, y = rpc.rpc_sync("worker1", freeze_what_was_sent, args=("worker2", x))
+        else:
+            h, y = freeze_what_was_sent("worker1", x)
+        autograd.backward(context_id, [h.sum() + y.sum()], timeout=20)
+        assert autograd.get_gradients(context_id)[x].tolist() == [4, 4]
+
+
+@pytest.mark.parametrize("elsewhere", [False, True])
+def test_a_gate_that_cannot_be_made_fails_the_pass(
+    trio: object, monkeypatch: pytest.MonkeyPatch, elsewhere: bool
+) -> None:
+    def refuse(*_: object) -> None:
+        raise IndexError("no gate today")  # as from a function of a user
+
+    monkeypatch.setattr("gradwire.gradients.passes.make_gate", refuse)
+    x = torch.ones(2, requires_grad=True)
+    with autograd.context() as context_id:
+        if elsewhere:
+            h, y = rpc.rpc_sync("worker1", freeze_what_was_sent, args=("worker2", x))
+        else:
+            h, y = freeze_what_was_sent("worker1", x)
+        with pytest.raises(IndexError, match="no gate today"):
+            autograd.backward(context_id, [h.sum() + y.sum()], timeout=20)
+
+
 def test_the_prospects_of_a_whole_trunk_are_one_question() -> None:
     network = FaultyTransport(MemoryNetwork(), [])
     with cluster(2, transports=[network]) as workers:

@@ -219,7 +219,7 @@ class Context:
                     # It may not be known how it has ended. (One that was started here is about to
                     # succeed.)
                     del self.passes[found.id]
-                    found.is_over()
+                    found.let_go()
             self._plan = None  # first: it must not be the last that knows some nodes
             self.sends, self.recvs, self._gradients, self.writers = {}, {}, {}, set()
             known = set(self.known)

@@ -188,6 +188,8 @@ class Pass:
             if not self._ledger.planned:
                 return  # it has failed before it could begin here
         with self._lock:
+            if self._over:
+                return
             self._ledger.take(sender, news, was_told=was_told)
             if self._changed is not None:
                 self._notify()
@@ -225,7 +227,7 @@ class Pass:
                 failure = self._explain(error, region)
             with self._lock:
                 self._running -= 1
-                if failure is None:
+                if failure is None and not self._over:
                     ledger.take_run(region, run.anchors, found)
                 if self.error is not None:
                     self._undo_if_failed()
@@ -296,8 +298,9 @@ class Pass:
         """Others look where gradients will come to, and are waited for: there is time."""
         with self._lock:
             likely, self._ledger.likely_gates = self._ledger.likely_gates, []
+            gates = {} if self._over else self._gates
         for send, position in likely:
-            self._gates[send.id, position] = make_gate(self._gate, send, position)
+            gates[send.id, position] = make_gate(self._gate, send, position)
 
     def _drive_elsewhere(self) -> None:
         agent = self._engine.agent
@@ -352,19 +355,25 @@ class Pass:
                 self._notify()
                 return True
         self._tell()
-        if self._ledger.likely_gates:
-            self._prepare_gates()
         try:
-            worker, first, call = self._unheard.popleft()
-        except IndexError:
-            return False
-        try:
+            if self._ledger.likely_gates:
+                self._prepare_gates()
+            unheard = self._next_unheard()
+            if unheard is None:
+                return False
+            worker, first, call = unheard
             answer: News = self.hear(call)
         except BaseException as error:
             self._fail_unless_over(error)
             return False
         self.take(worker, answer, was_told=first)
         return True
+
+    def _next_unheard(self) -> tuple[int, bool, OpenCall] | None:
+        try:
+            return self._unheard.popleft()
+        except IndexError:
+            return None  # or another thread was faster
 
     def _tell(self) -> None:
         """Send what others must know."""
@@ -385,6 +394,8 @@ class Pass:
                 call = self._engine.ask(self, worker, news)
                 self._asked.add(call)
                 self._unheard.append((worker, first, call))
+                if self.error is not None:  # nobody will wait for it any more
+                    self._give_up_asking()
         except BaseException as error:
             self._fail_unless_over(error)
 
@@ -523,12 +534,17 @@ class Pass:
         return self._ledger.accumulated
 
     def is_over(self) -> None:
-        """Its outcome is known, or nobody wants to know."""
+        """Its outcome is known."""
         with self._lock:
             self._over = True
-            self._ledger.close()
-            self._gates = {}  # which know this pass
             self._notify()
+        self.let_go()
+
+    def let_go(self) -> None:
+        """Leave no circles behind. (With no lock: the garbage collector may release a context, and
+        come by here, wherever something is made.)"""
+        self._ledger.close()
+        self._gates = {}  # which know this pass
 
     def wait_until_over(self) -> None:
         with self._lock:

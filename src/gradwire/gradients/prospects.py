@@ -75,12 +75,14 @@ class Prospects:
         """Ask for what is not known of a region."""
         region.asking = True
         ledger = self._ledger
-        for id in self.look_into(region).open_sends() - self._asked:
-            self._asked.add(id)
-            send = ledger.sends[id]
-            if region.has_gradient:
-                ledger.likely_gates += [(send, position) for position in self._starting(send)]
-            to = send.to
+        asked = self.look_into(region).open_sends() - self._asked
+        self._asked |= asked
+        if region.has_gradient:
+            for source, position, _ in region.starts:
+                if type(source) is Send and source.id in asked:
+                    ledger.likely_gates.append((source, position))
+        for id in asked:
+            to = ledger.sends[id].to
             if to == ledger.me:
                 ledger.to_myself.append(partial(self.take_question, id))
             else:
