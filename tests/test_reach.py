@@ -177,14 +177,17 @@ def freeze_what_was_sent(to: str, x: Tensor) -> tuple[Tensor, Tensor]:
     return h, y
 
 
+def freeze_here_or_elsewhere(x: Tensor, elsewhere: bool) -> tuple[Tensor, Tensor]:
+    if elsewhere:
+        return rpc.rpc_sync("worker1", freeze_what_was_sent, args=("worker2", x))
+    return freeze_what_was_sent("worker1", x)
+
+
 @pytest.mark.parametrize("elsewhere", [False, True])
 def test_what_was_frozen_is_no_place_to_wait_at(trio: object, elsewhere: bool) -> None:
     x = torch.ones(2, requires_grad=True)
     with autograd.context() as context_id:
-        if elsewhere:
-            h, y = rpc.rpc_sync("worker1", freeze_what_was_sent, args=("worker2", x))
-        else:
-            h, y = freeze_what_was_sent("worker1", x)
+        h, y = freeze_here_or_elsewhere(x, elsewhere)
         autograd.backward(context_id, [h.sum() + y.sum()], timeout=20)
         assert autograd.get_gradients(context_id)[x].tolist() == [4, 4]
 
@@ -199,10 +202,7 @@ def test_a_gate_that_cannot_be_made_fails_the_pass(
     monkeypatch.setattr("gradwire.gradients.passes.make_gate", refuse)
     x = torch.ones(2, requires_grad=True)
     with autograd.context() as context_id:
-        if elsewhere:
-            h, y = rpc.rpc_sync("worker1", freeze_what_was_sent, args=("worker2", x))
-        else:
-            h, y = freeze_what_was_sent("worker1", x)
+        h, y = freeze_here_or_elsewhere(x, elsewhere)
         with pytest.raises(IndexError, match="no gate today"):
             autograd.backward(context_id, [h.sum() + y.sum()], timeout=20)
 
