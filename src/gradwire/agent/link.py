@@ -32,6 +32,7 @@ from gradwire.wire.values import Encoded, Passenger
 #: make the calls.
 _MANY = 16
 _GATHER_SECONDS = 100e-6
+#: Held while a call gets its gate: two threads must not make one each.
 _making_gates = threading.RLock()
 
 

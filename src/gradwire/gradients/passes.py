@@ -89,6 +89,7 @@ class Pass:
         #: the worker they went to and whether it was told for the first time.
         self._asked: set[OpenCall] = set()
         self._unheard: deque[tuple[int, bool, OpenCall]] = deque()
+        #: Gates that were made ahead of the runs that will wait at them.
         self._gates: Prepared = {}
         #: Regions that are being run.
         self._running = 0
