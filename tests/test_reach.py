@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -67,8 +68,9 @@ def test_anchors_live_and_die_as_the_ways_to_them_do(seed: int) -> None:
     undecided = list(starts.items())
     chance.shuffle(undecided)
     while undecided:
-        assert not reach.is_known
-        assert reach.open_sends() == {send for (send, _), _ in undecided}
+        open_sends = {send for (send, _), node in undecided if not reach.includes(node)}
+        assert reach.open_sends() == open_sends, "where gradients come anyway nobody has to ask"
+        assert reach.is_known == (not open_sends)
         (send, position), node = undecided.pop()
         lives = chance.random() < 0.4
         concerned = reach.resolve(send, position, alive=lives)
@@ -77,6 +79,8 @@ def test_anchors_live_and_die_as_the_ways_to_them_do(seed: int) -> None:
             alive.append(node)
         else:
             dead += concerned
+        for node in starts.values():
+            assert reach.includes(node) == any(source.reaches(node) for source in alive)
         for recv, n in region.anchors:
             anchor = recv.anchors[n]
             assert reach.includes(anchor) == any(node.reaches(anchor) for node in alive)
@@ -199,7 +203,7 @@ def test_a_gate_that_cannot_be_made_fails_the_pass(
     def refuse(*_: object) -> None:
         raise IndexError("no gate today")  # as from a function of a user
 
-    monkeypatch.setattr("gradwire.gradients.passes.make_gate", refuse)
+    monkeypatch.setattr("gradwire.gradients.runs.make_gate", refuse)
     x = torch.ones(2, requires_grad=True)
     with autograd.context() as context_id:
         h, y = freeze_here_or_elsewhere(x, elsewhere)
@@ -207,17 +211,35 @@ def test_a_gate_that_cannot_be_made_fails_the_pass(
             autograd.backward(context_id, [h.sum() + y.sum()], timeout=20)
 
 
-def test_the_prospects_of_a_whole_trunk_are_one_question() -> None:
+def messages_of_a_pass(loss: Callable[[], Tensor]) -> int:
     network = FaultyTransport(MemoryNetwork(), [])
     with cluster(2, transports=[network]) as workers:
         token = current.enter(workers[0])
         with autograd.context() as context_id:
-            h = torch.ones(2, requires_grad=True) * 1
-            for _ in range(20):
-                h = h + rpc.rpc_sync("worker1", torch.mul, (h, 0.5))
-            autograd.backward(context_id, [h.sum()])
+            autograd.backward(context_id, [loss()])
         current.exit(token)
-        assert network.messages[Kind.BACKWARD_AUTOGRAD_REQ] == 21
+    return network.messages[Kind.BACKWARD_AUTOGRAD_REQ]
+
+
+def test_a_trunk_needs_no_questions() -> None:
+    """A gradient comes to everything that was sent, whether or not one comes back."""
+
+    def trunk() -> Tensor:
+        h = torch.ones(2, requires_grad=True) * 1
+        for _ in range(20):
+            h = h + rpc.rpc_sync("worker1", torch.mul, (h, 0.5))
+        return h.sum()
+
+    assert messages_of_a_pass(trunk) == 20
+
+
+def test_the_prospects_of_many_branches_are_one_question() -> None:
+    def branches() -> Tensor:
+        h = rpc.rpc_sync("worker1", torch.mul, (torch.ones(2, requires_grad=True), 2))
+        parts = [rpc.rpc_sync("worker1", torch.mul, (h * n, 0.5)) for n in range(20)]
+        return (sum(parts) + h).sum()
+
+    assert messages_of_a_pass(branches) == 1 + 21, "one that asks, and one for each gradient"
 
 
 def test_what_arrives_while_a_pass_begins_has_no_part_in_it() -> None:
@@ -229,5 +251,5 @@ def test_what_arrives_while_a_pass_begins_has_no_part_in_it() -> None:
     recv.take(torch.ones(2, requires_grad=True))
     ledger = Ledger(0, None, How())
     ledger.open(plan, {}, {recv.id: recv}, {1})
-    (_, answers, *_), _ = ledger.news_for(1)
+    (_, _, answers, *_), _ = ledger.news_for(1)
     assert answers == [(7, None)]

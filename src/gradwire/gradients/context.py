@@ -119,6 +119,7 @@ class Context:
                 self._plan.limit(_NODES_AHEAD)
             try:
                 self._plan.add(list(self.sends.values()), list(self.recvs.values()))
+                self._plan.make_gates()
             except Exception:  # it is too large, or the pass will meet the like of it again
                 self._plan = None
                 self._plans_later = True

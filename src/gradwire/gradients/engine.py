@@ -415,4 +415,4 @@ class Engine:
 
 def _no_part(said: Said) -> News:
     """The answer of a worker that has no part in a pass."""
-    return ([], [(id, None) for id in said[0]], NO_CHILD, [], []), ()
+    return ([], [], [(id, None) for id in said[0]], NO_CHILD, [], []), ()

@@ -33,8 +33,9 @@ from torch.autograd.graph import GradientEdge
 #: torch then goes on, in one process too, and asks functions for the gradients of no gradient.
 Gradient: TypeAlias = Tensor | Literal[False] | None
 NOTHING: Final = False
-#: In the place of what is not known yet.
+#: In the place of what is not known yet; and of what came, and went on by a shortcut.
 OPEN: Any = object()
+PASSED_ON: Any = ...
 Gradients = Sequence[Gradient]
 #: The id of a message, and which of its tensors.
 SentTensor = tuple[int, int]
@@ -123,6 +124,47 @@ class Send:
         return _twin(end, _is_large(end))
 
 
+#: Waits for the gradients of what was sent.
+Wait = Callable[[Send], "Gradients | None"]
+
+
+class Gate:
+    """Where a run waits for a gradient that is not there yet."""
+
+    __slots__ = ("_position", "_send", "wait")
+
+    def __init__(self, send: Send, position: int):
+        self._send = send
+        self._position = position
+        #: How; whose run it is knows.
+        self.wait: Wait | None = None
+
+    def __call__(self, _seed: Any) -> tuple[Tensor | None]:
+        """Torch has come to it."""
+        assert self.wait is not None
+        send, position = self._send, self._position
+        gradients = self.wait(send) or ()
+        gradient = gradients[position] if position < len(gradients) else None
+        if gradient is None or gradient is NOTHING:
+            return (None,)
+        # Torch takes nothing sparse in the place of the seed, unless that is sparse too.
+        as_it_is = gradient.layout is send.ends[position].layout
+        return (gradient if as_it_is else gradient.to_dense(),)
+
+
+def make_gate(send: Send, position: int) -> PreparedGate:
+    """A gate at a twin of what was sent, for one run."""
+    twin = send.twin(position)
+    node: Any = twin.grad_fn
+    gate = Gate(send, position)
+    node.register_prehook(gate)
+    return node, twin.detach(), gate
+
+
+#: The node that torch comes to; a seed, whatever that is, for the gradient takes its place; a gate.
+PreparedGate = tuple[Any, Tensor, Gate]
+
+
 class Recv:
     """A differentiable message that has arrived. `into_grad`: torch runs its anchors."""
 
@@ -163,17 +205,15 @@ class Recv:
         arrived = self._arrived[position]()
         return bool(self._hooks[position]) or (arrived is not None and arrived.retains_grad)
 
-    def watch(
-        self, position: int, task: Task, reached: Callable[[Gradient], None]
-    ) -> Callable[[], object]:
-        """Have something called when backward comes to a tensor in the middle of a task; until what
-        this returns is called."""
+    def watch(self, position: int, task: Task, deliver: Deliver) -> None:
+        """Have backward deliver a gradient as soon as it comes to a tensor in the middle of a task,
+        until that ends."""
         # A hook of the tensor that comes from the anchor: torch calls those whether or not it runs
         # the node. The last one that was registered sees what all others have made of it.
         self.anchors[position]._set_sequence_nr(_FIRST - 1)
         hooks = self._hooks[position]
-        hooks[task] = partial(_watch, task, reached)
-        return partial(hooks.pop, task, None)
+        hooks[task] = partial(_watch, task, deliver, self.id, position)
+        task.watched.append(hooks)
 
 
 class _Hooks(dict[Any, Callable[[Any], Any]]):
@@ -183,20 +223,28 @@ class _Hooks(dict[Any, Callable[[Any], Any]]):
     __slots__ = ("__weakref__",)
 
 
-def _watch(task: Task, reached: Callable[[Gradient], None], gradient: Tensor | None) -> None:
+#: Told which tensor of which message has got which gradient.
+Deliver = Callable[[int, int, Gradient], None]
+
+
+def _watch(
+    task: Task, deliver: Deliver, message: int, position: int, gradient: Tensor | None
+) -> None:
     if task.is_current():
-        reached(NOTHING if gradient is None else gradient)
+        deliver(message, position, NOTHING if gradient is None else gradient)
 
 
 class Task:
     """Something that torch's engine is given to do. Others may come by the same nodes at the same
     time: on other threads, or started by a hook in the middle of this one."""
 
-    __slots__ = ("_number",)
+    __slots__ = ("_number", "watched")
     _under_way: ClassVar[set[int]] = set()
 
     def __init__(self) -> None:
         self._number = -1
+        #: Where there are hooks for it.
+        self.watched: list[_Hooks] = []
 
     def mark(self) -> tuple[Tensor, GradientEdge]:
         """A leaf to ask for, and where to begin for it: torch goes there first of all, and has a
@@ -213,6 +261,8 @@ class Task:
 
     def end(self) -> None:
         self._under_way.discard(self._number)
+        for hooks in self.watched:
+            hooks.pop(self, None)
 
     def is_current(self) -> bool:
         return _current_task() == self._number

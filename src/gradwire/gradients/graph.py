@@ -17,7 +17,14 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
-from gradwire.gradients.functions import Recv, Send, SentTensor, edge_at
+from gradwire.gradients.functions import (
+    PreparedGate,
+    Recv,
+    Send,
+    SentTensor,
+    edge_at,
+    make_gate,
+)
 
 if TYPE_CHECKING:
     from gradwire.gradients.reach import Reach
@@ -84,7 +91,7 @@ class Region:
 
     __slots__ = (
         "anchors", "asking", "frozen", "has_gradient", "leaves", "out", "part_of", "queued",
-        "reach", "sources", "starts",
+        "reach", "short", "sources", "starts",
     )  # fmt: skip
 
     def __init__(self, source: Source, starts: list[Start]) -> None:
@@ -99,6 +106,8 @@ class Region:
         self.has_gradient = type(source) is Root
         self.out = 0 if self.has_gradient else 1
         self.queued = False
+        #: Whether another worker was told of a shortcut past it.
+        self.short = False
         #: Where gradients can come to; worked out where that matters.
         self.reach: Reach | None = None
         #: Whether others were asked for that.
@@ -172,6 +181,9 @@ class Plan:
         self.unreached: list[Anchor] = []
         #: By message, to which of its tensors gradients will come, where that is known beforehand.
         self.prospects: dict[int, set[int]] = {}
+        #: Gates that were made when there was time; and the starts that were added since.
+        self.gates: dict[SentTensor, PreparedGate] = {}
+        self._recent: list[Start] = []
         self._wanted = None if wanted is None else {id(tensor): tensor for tensor in wanted}
         self._leaves_out_loose = loose
         self._on_the_way = on_the_way
@@ -211,8 +223,18 @@ class Plan:
             if starts:
                 region = self._region_of[send.id] = Region(send, starts)
                 self.regions.append(region)
+                self._recent += starts
                 for _, _, edge in [*starts]:
                     self._walk(edge.node, region)
+
+    def make_gates(self) -> None:
+        """There is time to make those that a run will need as it looks: where what was sent has a
+        part in something else here, and goes back to something that was received."""
+        recent, self._recent = self._recent, []
+        for source, position, _ in recent:
+            region = self.region_of(source.id)
+            if type(source) is Send and region and region.anchors and len(region.sources) > 1:
+                self.gates[source.id, position] = make_gate(source, position)
 
     def still_holds(self) -> bool:
         """Whether all is as it was when it was added."""

@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING, NamedTuple
 from torch import Tensor
 
 from gradwire.gradients.family import Family
-from gradwire.gradients.functions import NOTHING, OPEN, Gradient, Recv, Send
+from gradwire.gradients.functions import NOTHING, OPEN, PASSED_ON, Gradient, Recv, Send
 from gradwire.gradients.graph import Anchor, Plan, Region, Root
-from gradwire.gradients.news import Answer, News, put_beside, take_from
+from gradwire.gradients.news import Answer, News, Shortcut, put_beside, take_from
 from gradwire.gradients.prospects import Prospects
 
 if TYPE_CHECKING:
@@ -39,7 +39,7 @@ class How(NamedTuple):
 class _Reply:
     """The answer of a recv, while its gradients come in."""
 
-    __slots__ = ("alive", "gradients", "has_gradient", "open", "sender", "told")
+    __slots__ = ("alive", "gradients", "has_gradient", "open", "sender", "shortcut", "told")
 
     def __init__(self, sender: int, size: int):
         self.sender = sender
@@ -49,6 +49,8 @@ class _Reply:
         self.open = size
         self.gradients: list[Gradient] = [OPEN] * size
         self.has_gradient = False
+        #: Which gradient the sender would send back as it is, and to which send of this worker.
+        self.shortcut: tuple[int, int] | None = None
 
 
 class Ledger:
@@ -71,8 +73,6 @@ class Ledger:
         self._outbox: dict[int, tuple[list[Answer], list[Tensor]]] = {}
         self.to_myself: list[Callable[[], None]] = []
         self._prospects: Prospects | None = None
-        #: Where runs are likely to wait, once it is known that gradients will come there.
-        self.likely_gates: list[tuple[Send, int]] = []
         #: Gradients of leaves, not visible yet, to add to those there are: found here, and sent by
         #: others; and those to have instead.
         self.found: list[tuple[Tensor, Tensor]] = []
@@ -137,12 +137,12 @@ class Ledger:
         if region.out:
             if not region.has_gradient or not region.anchors:
                 return
-            if not region.asking:
-                self.prospects.ask_about(region)
             if not self.prospects.look_into(region).is_known:
+                if not region.asking:
+                    self.prospects.ask_about(region)
                 return
         region.queued = True
-        if not region.out and not self._into_grad and region.is_straight():
+        if not region.out and (region.short or (not self._into_grad and region.is_straight())):
             self._pass_on(region)
         else:
             self.ready.append(region)
@@ -158,8 +158,28 @@ class Ledger:
             gradient = answer[position] if answer and position < len(answer) else None
             self.answers[source.id] = None  # used up
         recv, received = region.anchors[0]
-        self.settle(recv.id, received, gradient)
+        if gradient is PASSED_ON:  # whoever would be answered has it
+            del self.replies[recv.id]
+            self._left -= 1
+        else:
+            self.settle(recv.id, received, gradient)
         self._left -= 1
+
+    def _shortcuts(self, worker: int) -> list[Shortcut]:
+        """What comes from a worker, and would go back there as it is."""
+        if self._into_grad or self._how.create_graph:
+            return []
+        found = []
+        for region in self.plan.regions:
+            if region.out != 1 or not region.is_straight():
+                continue
+            source, position, _ = region.starts[0]
+            recv, _ = region.anchors[0]
+            assert type(source) is Send
+            if source.to == recv.sender == worker and self.plan.sizes[recv.id] == 1:
+                region.short = True
+                found.append((source.id, position, recv.id))
+        return found
 
     def _unanswered(self, worker: int) -> list[int]:
         answers = self.answers
@@ -212,10 +232,13 @@ class Ledger:
 
     def take(self, sender: int, news: News, *, was_told: bool) -> None:
         """Take in what another worker has to tell. `was_told`: it answers our first message."""
-        (sends, answers, standing, questions, prospects), gradients = news
+        (sends, shortcuts, answers, standing, questions, prospects), gradients = news
         self.family.hear_from(sender, standing, was_told=was_told)
         if sends:
             self._answer_unknown(sender, sends)
+        for id, position, message in shortcuts:
+            if id in self.replies and message in self.sends:
+                self.replies[id].shortcut = position, message
         beside = iter(gradients)
         for id, places in answers:
             self._take_answer(id, take_from(beside, places))
@@ -293,7 +316,15 @@ class Ledger:
         if not reply.open:
             del self.replies[message]
             self._left -= 1
+            if reply.shortcut is not None:
+                self._take_shortcut(reply, *reply.shortcut)
             self._post(reply.sender, message, reply.gradients if reply.has_gradient else None)
+
+    def _take_shortcut(self, reply: _Reply, position: int, send: int) -> None:
+        gradient = reply.gradients[position]
+        if gradient is not None:
+            reply.gradients[position] = PASSED_ON
+            self.to_myself.append(partial(self._take_answer, send, [gradient]))
 
     def _is_wanted(self, leaf: Tensor) -> bool:
         return not self._how.for_inputs or id(leaf) in self._wanted
@@ -338,13 +369,17 @@ class Ledger:
         return [(worker, family.expect(worker), self.news_for(worker)) for worker in workers]
 
     def news_for(self, worker: int) -> News:
-        sends = self._unanswered(worker) if self.family.tell(worker) else []
+        sends: list[int] = []
+        shortcuts: list[Shortcut] = []
+        if self.family.tell(worker):
+            sends, shortcuts = self._unanswered(worker), self._shortcuts(worker)
         self._conclude()  # now that this one is told
         standing = self.family.standing_to(worker)
         answers, gradients = self._outbox.pop(worker, ([], []))
         if self._prospects is None:
-            return (sends, answers, standing, [], []), gradients
-        return (sends, answers, standing, *self._prospects.news_for(worker)), gradients
+            return (sends, shortcuts, answers, standing, [], []), gradients
+        prospects = self._prospects.news_for(worker)
+        return (sends, shortcuts, answers, standing, *prospects), gradients
 
     def _conclude(self) -> None:
         """See whether this worker's part has come to its end, when anything has changed."""

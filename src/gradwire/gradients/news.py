@@ -6,24 +6,27 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from itertools import islice
-from typing import Literal
+from typing import Any, Literal
 
 from torch import Tensor
 
-from gradwire.gradients.functions import NOTHING, Gradient
+from gradwire.gradients.functions import NOTHING, PASSED_ON, Gradient
 
 #: In the place of a gradient: the next of those beside it.
 _NEXT: Literal[True] = True
 # Of an answer: how many gradients it has; if some of them are none, what is in their places; and
 # None if it has none at all.
-Places = int | list[bool | None] | None
+Places = int | list[Any] | None
 # (id of a send, what there is for its tensors)
 Answer = tuple[int, Places]
 # (id of a send, which of its tensors gradients will come to)
 Prospect = tuple[int, "list[int]"]
-# What one worker tells another: its sends that have no answer yet (said once), answers, how the
-# teller stands to the one who is told, the sends whose prospects it asks for, and prospects.
-Said = tuple["list[int]", "list[Answer]", int, "list[int]", "list[Prospect]"]
+# (id of a send, which of its tensors, id of a message with one tensor, from where the send went to)
+Shortcut = tuple[int, int, int]
+# What one worker tells another: its sends that have no answer yet (said once), shortcuts (as well),
+# answers, how the teller stands to the one who is told, the sends whose prospects it asks for, and
+# prospects.
+Said = tuple["list[int]", "list[Shortcut]", "list[Answer]", int, "list[int]", "list[Prospect]"]
 News = tuple[Said, Sequence[Tensor]]
 
 
@@ -31,11 +34,11 @@ def put_beside(beside: list[Tensor], gradients: Sequence[Gradient] | None) -> Pl
     """Put the gradients of an answer beside it."""
     if gradients is None:
         return None
-    found = [g for g in gradients if g is not None and g is not NOTHING]
+    found = [g for g in gradients if g is not None and g is not NOTHING and g is not PASSED_ON]
     beside += found
     if len(found) == len(gradients):
         return len(found)
-    return [g if g is None or g is NOTHING else _NEXT for g in gradients]
+    return [g if g is None or g is NOTHING or g is PASSED_ON else _NEXT for g in gradients]
 
 
 def take_from(beside: Iterator[Tensor], places: Places) -> list[Gradient] | None:
@@ -45,4 +48,4 @@ def take_from(beside: Iterator[Tensor], places: Places) -> list[Gradient] | None
     if type(places) is int:
         return list(islice(beside, places))
     assert type(places) is list
-    return [next(beside) if place else place for place in places]
+    return [next(beside) if place is True else place for place in places]

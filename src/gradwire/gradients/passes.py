@@ -7,16 +7,20 @@ The rules, for one pass on one worker:
    they tell theirs; whoever told a worker first is its parent. A worker whose own part is done, and
    that of all its children, says so to its parent.
 3. A region (see `graph`) runs through torch's own engine when all its sources are answered; or, if
-   it holds anchors, as soon as one source has a gradient and it is known to which of the others
-   gradients will come: their *prospects*, which follow from the graphs alone (see `reach`) and are
-   asked for. The sources still out are *gates*: the run waits at them, last of all and the newest
-   first, so that every wait is for something that happened later in the forward pass, and no circle
-   of waits can close.
+   it holds anchors, as soon as one source has a gradient and it is known where in the region
+   gradients will come to. Mostly that one says it: they come to the others as well. If not, it takes
+   the *prospects* of those, which follow from the graphs alone (see `reach`) and are asked for. The
+   sources still out are *gates*: the run waits at them, last of all and the newest first, so that
+   every wait is for something that happened later in the forward pass, and no circle of waits can
+   close.
 4. Sources that no gradient comes to are left out. An anchor that is reached only from such sources
    has no gradient, whether or not its region has run.
 5. A pass for given tensors (`grad`) has to do with what is on the way to those, nothing else. The
    worker that starts it finds that out beforehand (see `survey`). It is the parent of all others,
    and gives each its share of that, with which it can begin.
+6. Where something was received and sent back as it is, the gradient that comes would go back as it
+   is. The other worker is told of that when it is told of the pass, and takes the *shortcut*: it has
+   the gradient already. A chain of calls to one worker is one message and its answer.
 
 Messages are requests and are answered at once: after what can be done without waiting was done,
 before any gate is waited at. What the worker has for the sender by then rides on the answer, so a
@@ -48,7 +52,7 @@ from gradwire.gradients.functions import Gradient, Gradients, Send, SentTensor
 from gradwire.gradients.graph import Plan, Region, Root
 from gradwire.gradients.ledger import How, Ledger
 from gradwire.gradients.news import News
-from gradwire.gradients.runs import Found, GradBackup, Prepared, Run, make_gate
+from gradwire.gradients.runs import Found, GradBackup, Run
 from gradwire.gradients.survey import Shares
 from gradwire.wire.values import call_name
 
@@ -89,8 +93,6 @@ class Pass:
         #: the worker they went to and whether it was told for the first time.
         self._asked: set[OpenCall] = set()
         self._unheard: deque[tuple[int, bool, OpenCall]] = deque()
-        #: Gates that were made ahead of the runs that will wait at them.
-        self._gates: Prepared = {}
         #: Regions that are being run.
         self._running = 0
         self._begun = parent is None
@@ -242,8 +244,8 @@ class Pass:
             recording = self._engine.versions.recording()
             if recording is not None:
                 with recording:
-                    return run.run(self._gate, self._gates, deliver, into_grad=self._into_grad)
-        return run.run(self._gate, self._gates, deliver, into_grad=self._into_grad)
+                    return run.run(self._gate, deliver, into_grad=self._into_grad)
+        return run.run(self._gate, deliver, into_grad=self._into_grad)
 
     def _accumulate(self) -> None:
         """See to the groups of leaves, last of all."""
@@ -294,14 +296,6 @@ class Pass:
         if self.error is not None:
             raise GradwireError("the backward pass was given up") from self.error
         return answers[send.id]
-
-    def _prepare_gates(self) -> None:
-        """Others look where gradients will come to, and are waited for: there is time."""
-        with self._lock:
-            likely, self._ledger.likely_gates = self._ledger.likely_gates, []
-            gates = {} if self._over else self._gates
-        for send, position in likely:
-            gates[send.id, position] = make_gate(self._gate, send, position)
 
     def _drive_elsewhere(self) -> None:
         agent = self._engine.agent
@@ -356,13 +350,11 @@ class Pass:
                 self._notify()
                 return True
         self._tell()
+        unheard = self._next_unheard()
+        if unheard is None:
+            return False
+        worker, first, call = unheard
         try:
-            if self._ledger.likely_gates:
-                self._prepare_gates()
-            unheard = self._next_unheard()
-            if unheard is None:
-                return False
-            worker, first, call = unheard
             answer: News = self.hear(call)
         except BaseException as error:
             self._fail_unless_over(error)
@@ -545,7 +537,6 @@ class Pass:
         """Leave no circles behind. (With no lock: the garbage collector may release a context, and
         come by here, wherever something is made.)"""
         self._ledger.close()
-        self._gates = {}  # which know this pass
 
     def wait_until_over(self) -> None:
         with self._lock:

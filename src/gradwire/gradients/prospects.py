@@ -73,14 +73,13 @@ class Prospects:
 
     def ask_about(self, region: Region) -> None:
         """Ask for what is not known of a region."""
-        region.asking = True
         ledger = self._ledger
         asked = self.look_into(region).open_sends() - self._asked
         self._asked |= asked
-        if region.has_gradient:
-            for source, position, _ in region.starts:
-                if type(source) is Send and source.id in asked:
-                    ledger.likely_gates.append((source, position))
+        if not region.asking and asked:
+            region.asking = True
+            for message in {recv.id for recv, _ in region.anchors}:
+                self._tell(message)  # whom it asks will want to know the like
         for id in asked:
             to = ledger.sends[id].to
             if to == ledger.me:
@@ -142,7 +141,7 @@ class Prospects:
             if reply is not None:
                 reply.alive.add(position)
                 concerned.add(recv.id)
-        if region.asking:  # whom it asks will want to know the like
+        if region.asking:
             for message in concerned:
                 self._tell(message)
 

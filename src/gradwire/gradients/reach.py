@@ -27,11 +27,15 @@ class Reach:
         self._alive: set[Any] = set()
         #: By node: how many ways into it have not been ruled out.
         self._ways: dict[Any, int] = {}
-        #: The starts of which nothing is known yet.
+        #: The starts of which nothing is known yet; and by node those of them that matter: where a
+        #: gradient comes anyway it makes no difference whether there is another one.
         self._open: dict[SentTensor, Any] = {}
+        self._deciding: dict[Any, set[SentTensor]] = {}
         for source, position, edge in region.starts:
             if type(source) is Send:
-                self._open[source.id, position] = edge.node
+                start = source.id, position
+                self._open[start] = edge.node
+                self._deciding.setdefault(edge.node, set()).add(start)
 
     def _count_ways(self) -> None:
         stack: list[Any] = []
@@ -53,11 +57,11 @@ class Reach:
     @property
     def is_known(self) -> bool:
         """Whether all is known that there is to know."""
-        return not self._open
+        return not self._deciding
 
     def open_sends(self) -> set[int]:
-        """The sends of which something is not known yet."""
-        return {send for send, _ in self._open}
+        """The sends of which something is not known yet that matters."""
+        return {send for starts in self._deciding.values() for send, _ in starts}
 
     def includes(self, anchor: Any) -> bool:
         """Whether an anchor is known to be alive."""
@@ -73,9 +77,16 @@ class Reach:
         if node is None:
             return []
         if len(self._starts) == 1:  # there is nothing in the region that it does not reach
+            self._deciding.clear()
             self._alive.update(self._anchors if alive else ())
             return self._all_anchors
-        return self.bring_to_life(node) if alive else self._rule_out(node)
+        if alive:
+            return self.bring_to_life(node)
+        if node in self._deciding:
+            self._deciding[node].discard((send, position))
+            if not self._deciding[node]:
+                del self._deciding[node]
+        return self._rule_out(node)
 
     def bring_to_life(self, node: Any) -> list[Anchor]:
         """A gradient comes to a node: returns the anchors it reaches, and no other has reached."""
@@ -86,6 +97,7 @@ class Reach:
             if node in self._alive:
                 continue
             self._alive.add(node)
+            self._deciding.pop(node, None)
             if node in self._anchors:
                 found.append(self._anchors[node])
             else:

@@ -7,8 +7,7 @@ gradients into `.grad`, as soon as they get there.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from functools import partial
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from torch import Tensor
@@ -18,13 +17,14 @@ from torch.autograd.variable import Variable
 from gradwire.gradients.functions import (
     NOTHING,
     OPEN,
+    Deliver,
     Gradient,
-    Gradients,
     Send,
-    SentTensor,
     Task,
+    Wait,
     edge_at,
     edge_behind,
+    make_gate,
     running,
 )
 from gradwire.gradients.graph import Region, Root
@@ -33,12 +33,6 @@ from gradwire.gradients.ledger import How, Ledger
 # Below `torch.autograd.grad`, whose checks cost as much as a small region.
 run_backward = Variable._execution_engine.run_backward
 
-#: Waits for the gradients of what was sent.
-Gate = Callable[[Send], "Gradients | None"]
-#: Told which tensor of which message has got which gradient.
-Deliver = Callable[[int, int, Gradient], None]
-#: Gates that were made when there was time: their nodes and seeds, by what was sent.
-Prepared = dict[SentTensor, tuple[Any, Tensor]]
 #: What a run gives.
 Found = Sequence["Tensor | None"]
 
@@ -46,11 +40,12 @@ Found = Sequence["Tensor | None"]
 class Run:
     """One run of a region. Made with the lock of the pass held, run without."""
 
-    __slots__ = ("_how", "_outputs", "_region", "_seeds", "anchors", "gates")
+    __slots__ = ("_how", "_outputs", "_prepared", "_region", "_seeds", "anchors", "gates")
 
     def __init__(self, region: Region, ledger: Ledger, how: How):
         self._region = region
         self._how = how
+        self._prepared = ledger.plan.gates
         self._outputs: list[GradientEdge] = []
         self._seeds: list[Tensor] = []
         #: Where the run will wait.
@@ -62,7 +57,8 @@ class Run:
                 assert type(source) is Send
                 answer = ledger.answers.get(source.id, OPEN)
                 if answer is OPEN:
-                    is_gate = position in ledger.prospects.known[source.id]
+                    known = ledger.prospects.known.get(source.id)
+                    is_gate = known is None or position in known
                     gradient = NOTHING if is_gate else None
                 else:
                     gradient = answer[position] if answer and position < len(answer) else None
@@ -74,9 +70,9 @@ class Run:
                 self._seeds.append(gradient)
         self.anchors = ledger.open_anchors(region)
 
-    def run(self, gate: Gate, prepared: Prepared, deliver: Deliver, *, into_grad: bool) -> Found:
+    def run(self, wait: Wait, deliver: Deliver, *, into_grad: bool) -> Found:
         """Returns the gradients of the leaves and then those of the anchors, as far as they were
-        not delivered, or put into `.grad`, on the way. Of gates some may be `prepared`."""
+        not delivered, or put into `.grad`, on the way."""
         how, gates, outputs = self._how, self.gates, self._outputs
         if not outputs and not gates:
             return ()
@@ -84,8 +80,7 @@ class Run:
         frozen = self._region.frozen if not how.for_inputs else ()
         if not (self.anchors or leaves or frozen):
             return ()
-        #: Undoes what was done for this run alone.
-        undoing: list[Callable[[], object]] = []
+        task: Task | None = None
         sinks: list[Tensor | GradientEdge] = [*leaves]
         for recv, position in self.anchors:
             sinks.append(edge_at(recv.anchors[position]))
@@ -93,9 +88,10 @@ class Run:
         outer, running.aside = running.aside, not into_grad
         try:
             if gates:
-                self._wait_at_gates(gate, prepared)
+                self._wait_at_gates(wait)
             if gates or into_grad:
-                sinks.append(self._watch_anchors(deliver, undoing))
+                task = Task()
+                sinks.append(self._watch_anchors(task, deliver))
             found: Found = run_backward(
                 tuple(outputs),
                 tuple(self._seeds),
@@ -107,33 +103,32 @@ class Run:
             )
         finally:
             running.aside = outer
-            for undo in undoing:
-                undo()
+            if task is not None:
+                task.end()
         if into_grad:
             return ()
         return found[: len(leaves)] if gates else found
 
-    def _watch_anchors(self, deliver: Deliver, undoing: list[Callable[[], object]]) -> Tensor:
+    def _watch_anchors(self, task: Task, deliver: Deliver) -> Tensor:
         """Have gradients delivered as soon as they get there. Returns what torch must be asked for
         besides."""
-        task = Task()
-        undoing.append(task.end)
         for recv, position in self.anchors:
-            undoing.append(recv.watch(position, task, partial(deliver, recv.id, position)))
+            recv.watch(position, task, deliver)
         leaf, edge = task.mark()
         self._outputs.append(edge)
         self._seeds.append(leaf.detach())
         return leaf
 
-    def _wait_at_gates(self, gate: Gate, prepared: Prepared) -> None:
+    def _wait_at_gates(self, wait: Wait) -> None:
         """Torch comes to gates after everything else, the newest first."""
         above = max(_ABOVE_GATES, len(self.gates))
         if self._region.reach is not None:  # else nothing is out
             _lift(self._region.reach.alive(), above)
         oldest_first = sorted(self.gates, key=lambda gate: gate[0].id)
         for number, (send, position) in enumerate(oldest_first):
-            made = prepared.pop((send.id, position), None)
-            node, seed = made or make_gate(gate, send, position)
+            made = self._prepared.pop((send.id, position), None)
+            node, seed, gate = made or make_gate(send, position)
+            gate.wait = wait
             _lift([edge_behind(node).node], above)
             node._set_sequence_nr(number)
             self._outputs.append(edge_at(node))
@@ -151,25 +146,6 @@ def _lift(nodes: Iterable[Any], above: int) -> None:
         number = node._sequence_nr()
         if number < above:
             node._set_sequence_nr(number + above)
-
-
-def make_gate(gate: Gate, send: Send, position: int) -> tuple[Any, Tensor]:
-    """A gate is a twin of what was sent, made for one run: it gets its gradient when torch comes to
-    it. Returns its node, and a seed: whatever that is, the gradient takes its place."""
-    twin = send.twin(position)
-    node: Any = twin.grad_fn
-    node.register_prehook(partial(_at_gate, gate, send, position))
-    return node, twin.detach()
-
-
-def _at_gate(gate: Gate, send: Send, position: int, _seed: Any) -> tuple[Tensor | None]:
-    gradients = gate(send) or ()
-    gradient = gradients[position] if position < len(gradients) else None
-    if gradient is None or gradient is NOTHING:
-        return (None,)
-    # Torch takes nothing sparse in the place of the seed, unless that is sparse too.
-    as_it_is = gradient.layout is send.ends[position].layout
-    return (gradient if as_it_is else gradient.to_dense(),)
 
 
 class GradBackup:

@@ -1,0 +1,166 @@
+"""What comes from a worker and would go back there as it is stays there."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from gradwire import autograd, current, rpc
+from gradwire.testing import FaultyTransport, cluster
+from gradwire.transport.memory import MemoryNetwork
+from gradwire.wire.messages import Kind
+
+
+@pytest.fixture
+def network() -> Iterator[FaultyTransport]:
+    transport = FaultyTransport(MemoryNetwork(), [])
+    with cluster(3, transports=[transport]) as workers:
+        token = current.enter(workers[0])
+        yield transport
+        current.exit(token)
+
+
+Call = Callable[..., Any]
+
+
+def locally(_to: str, function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+    return function(*args)
+
+
+def layer(x: Tensor, weight: Tensor) -> Tensor:
+    return (x * weight).sin()
+
+
+def as_it_is(x: Tensor) -> Tensor:
+    return x
+
+
+def both(x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+    return x * weight, x + weight
+
+
+def first(x: Tensor, _unused: Tensor) -> Tensor:
+    return x * 2
+
+
+class Leaves:
+    def __init__(self) -> None:
+        self.x = torch.tensor([0.5, 2.0], requires_grad=True)
+        self.weight = torch.tensor([3.0, 0.7], requires_grad=True)
+        #: What hooks were called with.
+        self.seen: list[list[float]] = []
+        self.kept = self.x
+
+
+def chain(call: Call, leaves: Leaves) -> Tensor:
+    h = leaves.x * 1
+    for _ in range(10):
+        h = call("worker1", layer, (h, leaves.weight))
+    return h
+
+
+def chain_through_two_workers(call: Call, leaves: Leaves) -> Tensor:
+    h = leaves.x * 1
+    for number in range(10):
+        h = call(f"worker{1 + number % 2}", layer, (h, leaves.weight))
+    return h
+
+
+def chain_of_nothing(call: Call, leaves: Leaves) -> Tensor:
+    """Straight on both sides."""
+    h = call("worker1", layer, (leaves.x, leaves.weight))
+    for _ in range(5):
+        h = call("worker1", as_it_is, (h,))
+    return h
+
+
+def chain_with_a_hook(call: Call, leaves: Leaves) -> Tensor:
+    h = call("worker1", layer, (leaves.x, leaves.weight))
+    h.register_hook(lambda gradient: leaves.seen.append(gradient.tolist()))
+    return call("worker1", layer, (h, leaves.weight))
+
+
+def chain_with_something_kept(call: Call, leaves: Leaves) -> Tensor:
+    h = call("worker1", layer, (leaves.x, leaves.weight))
+    h.retain_grad()
+    leaves.kept = h
+    return call("worker1", layer, (h, leaves.weight))
+
+
+def chain_with_two_results(call: Call, leaves: Leaves) -> Tensor:
+    """Of what came together one goes back as it is."""
+    product, total = call("worker1", both, (leaves.x, leaves.weight))
+    return call("worker1", layer, (product, leaves.weight)) + total
+
+
+def chain_that_forks(call: Call, leaves: Leaves) -> Tensor:
+    h = call("worker1", layer, (leaves.x, leaves.weight))
+    parts = [call("worker1", layer, (h, leaves.weight)) for _ in range(3)]
+    return parts[0] + parts[1] * parts[2]
+
+
+def chain_with_a_loose_thread(call: Call, leaves: Leaves) -> Tensor:
+    """No gradient comes to something that was received and sent on."""
+    unused = call("worker1", layer, (leaves.x, leaves.weight))
+    return call("worker1", first, (leaves.x * 3, unused))
+
+
+MESSAGES = {
+    chain: 1,
+    chain_through_two_workers: None,
+    chain_of_nothing: 1,
+    chain_with_a_hook: 2,
+    chain_with_something_kept: 2,
+    chain_with_two_results: None,
+    chain_that_forks: None,
+    chain_with_a_loose_thread: None,
+}
+
+
+@pytest.mark.parametrize("program", MESSAGES, ids=lambda program: program.__name__)
+def test_gradients_are_those_of_one_process(network: FaultyTransport, program: Any) -> None:
+    here, there = Leaves(), Leaves()
+    program(locally, here).sum().backward()
+    with autograd.context() as context_id:
+        loss = program(rpc.rpc_sync, there).sum()
+        before = network.messages[Kind.BACKWARD_AUTOGRAD_REQ]
+        autograd.backward(context_id, [loss], timeout=20)
+        sent = network.messages[Kind.BACKWARD_AUTOGRAD_REQ] - before
+        gradients = autograd.get_gradients(context_id)
+    pairs = [(here.x, gradients.get(there.x)), (here.weight, gradients.get(there.weight))]
+    if there.kept is not there.x:
+        pairs.append((here.kept, there.kept.grad))
+    for tensor, gradient in pairs:
+        assert (tensor.grad is None) == (gradient is None)
+        assert gradient is None or torch.allclose(gradient, tensor.grad)
+    assert there.seen == here.seen
+    assert MESSAGES[program] in (None, sent)
+
+
+def test_gradients_that_have_a_history_take_no_shortcuts(network: FaultyTransport) -> None:
+    here, there = Leaves(), Leaves()
+    (first_order,) = torch.autograd.grad(chain(locally, here).sum(), here.x, create_graph=True)
+    (expected,) = torch.autograd.grad(first_order.sum(), here.x)
+    with autograd.context() as context_id:
+        loss = chain(rpc.rpc_sync, there).sum()
+        (found,) = autograd.grad(context_id, [loss], [there.x], create_graph=True)
+        (second,) = autograd.grad(context_id, [found.sum()], [there.x])
+    assert torch.allclose(found, first_order)
+    assert torch.allclose(second, expected)
+
+
+def test_a_second_pass_takes_them_too(network: FaultyTransport) -> None:
+    leaves = Leaves()
+    with autograd.context() as context_id:
+        loss = chain(rpc.rpc_sync, leaves).sum()
+        autograd.backward(context_id, [loss], retain_graph=True)
+        once = autograd.get_gradients(context_id)
+        before = network.messages[Kind.BACKWARD_AUTOGRAD_REQ]
+        autograd.backward(context_id, [loss])
+        assert network.messages[Kind.BACKWARD_AUTOGRAD_REQ] == before + 1
+        twice = autograd.get_gradients(context_id)
+    assert all(torch.allclose(twice[leaf], 2 * once[leaf]) for leaf in (leaves.x, leaves.weight))
