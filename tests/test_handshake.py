@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import select
 import socket
@@ -34,6 +35,7 @@ from gradwire.transport.handshake import (
     ServerHandshake,
 )
 from gradwire.transport.listening import MAX_DESCRIPTORS, MAX_GUESTS, StreamListener
+from gradwire.transport.pipes import make_pipes
 from gradwire.transport.poller import EpollPoller, Poller
 from gradwire.transport.tcp import TcpTransport
 from gradwire.transport.unix import UnixTransport
@@ -317,15 +319,30 @@ def test_a_member_that_offers_no_shared_memory_is_refused(unix_house: House, cou
     assert unix_house.refuses(stranger) == b""
 
 
-def test_a_member_that_offers_something_else_is_refused(unix_house: House) -> None:
+@pytest.mark.parametrize("wrong", ["channel", "probe", "incoming", "outgoing", "blocking"])
+def test_a_member_that_offers_something_else_is_refused(unix_house: House, wrong: str) -> None:
     client = ClientHandshake(TOKEN, CALLER, LISTENER.incarnation)
     stranger = unix_house.stranger()
     stranger.send(client.first())
     drive(unix_house.poller, lambda: select.select([stranger], [], [], 0)[0])
     third = client.third(stranger.recv(SECOND))
-    with open(os.devnull) as something, open(__file__) as file:
-        socket.send_fds(stranger, [third], [something.fileno(), file.fileno()])
+    (_, outgoing), (incoming, _) = pipes = make_pipes()
+    ours, channel = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    probe = os.memfd_create("probe")
+    os.ftruncate(probe, 4096)
+    with ours, channel, open(__file__) as file:
+        offered = {
+            "channel": channel.fileno(), "probe": probe, "incoming": incoming, "outgoing": outgoing,
+        }  # fmt: skip
+        others = {"channel": "incoming", "incoming": "outgoing", "outgoing": "incoming"}
+        if wrong == "blocking":
+            os.set_blocking(incoming, True)
+        else:
+            offered[wrong] = file.fileno() if wrong == "probe" else offered[others[wrong]]
+        socket.send_fds(stranger, [third], list(offered.values()))
         assert unix_house.refuses(stranger) == b""
+    for descriptor in (probe, *itertools.chain(*pipes)):
+        os.close(descriptor)
 
 
 @pytest.fixture

@@ -275,6 +275,51 @@ def _hold_a_tensor_until_killed(place: str) -> None:
         os._exit(1)
 
 
+@contextlib.contextmanager
+def forked_child() -> Iterator[None]:
+    """A child that has all that is open here, and closes nothing."""
+    until_the_end, end = os.pipe()
+    child = os.fork()
+    if not child:
+        os.close(end)
+        os.read(until_the_end, 1)
+        os._exit(0)
+    os.close(until_the_end)
+    try:
+        yield
+    finally:
+        os.close(end)
+        os.waitpid(child, 0)
+
+
+@pytest.mark.parametrize("way", ["unix", "tcp"])
+def test_a_forked_child_keeps_no_connection_open(way: str) -> None:
+    with WAYS[way]() as pair, forked_child():
+        calls: list[None] = []
+        pair.listener.attach(pair.poller, lambda: calls.append(None))
+        pair.caller.send(Frame(b"the last one"))
+        pair.caller.close()
+        drive(pair.poller, lambda: calls, "the notice that the other end is closed")
+        assert take(pair.listener, 1)[0].head == b"the last one"
+        calls.clear()
+        pair.listener.arm()
+        drive(pair.poller, lambda: calls, "the notice that nothing more will come")
+        with pytest.raises(ConnectionClosed):
+            take(pair.listener, 1)
+        with pytest.raises(ConnectionClosed):
+            pair.listener.send(Frame(bytes(10 << 20)))
+
+
+def test_who_sends_to_a_forked_child_alone_is_told() -> None:
+    def send_for_ever() -> None:
+        with pytest.raises(ConnectionClosed):
+            while True:
+                pair.listener.send(Frame(bytes(1000)))
+
+    with WAYS["unix"]() as pair, forked_child(), Background(send_for_ever):
+        pair.caller.close()
+
+
 _SEALED = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 
 

@@ -22,7 +22,7 @@ from gradwire.transport.poller import Poller
 GUEST_SECONDS = 10.0
 MAX_GUESTS = 128
 #: What the connecting side of any transport sends along with its proof.
-MAX_DESCRIPTORS = 2
+MAX_DESCRIPTORS = 4
 
 
 def shake_hands(

@@ -1,4 +1,4 @@
-"""What the unix and the tcp transport share: frames over a connected socket."""
+"""What the unix and the tcp transport share: frames over a stream of bytes."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import threading
 from collections import deque
 from collections.abc import Callable
 from time import perf_counter
+from typing import TYPE_CHECKING
 
 from torch import Tensor
 
@@ -23,6 +24,9 @@ from gradwire.transport.framing import (
     pack_prefix,
 )
 from gradwire.transport.poller import Poller
+
+if TYPE_CHECKING:
+    from gradwire.transport.pipes import Pipes
 
 Bytes = bytes | bytearray | memoryview
 
@@ -42,7 +46,7 @@ _pack_prefix = PREFIX.pack
 _CAN_GATHER = hasattr(socket.socket, "sendmsg")  # not on Windows
 
 
-def wait_for(sock: socket.socket, *, writable: bool, timeout: float | None) -> bool:
+def wait_for(sock: socket.socket | Pipes, *, writable: bool, timeout: float | None) -> bool:
     """Block until a socket is ready, for `timeout` seconds or for ever."""
     if hasattr(select, "poll"):
         poll = select.poll()
@@ -53,14 +57,16 @@ def wait_for(sock: socket.socket, *, writable: bool, timeout: float | None) -> b
 
 
 class StreamConnection:
-    """Frames over a connected stream socket.
+    """Frames over a connected stream socket, or pipes.
 
     The socket is shut down by `close`, and its descriptor is given back by the last thread that
     is still inside a system call on it: a number that is reused too early would be somebody else's
     connection.
     """
 
-    def __init__(self, sock: socket.socket, peer: Greeting, max_bytes: int, stall_limit: float):
+    def __init__(
+        self, sock: socket.socket | Pipes, peer: Greeting, max_bytes: int, stall_limit: float
+    ):
         self.peer = peer
         self._sock = sock
         self._stall_limit = stall_limit
@@ -75,13 +81,17 @@ class StreamConnection:
         self._poller: Poller | None = None
         self._eager, self._eager_writing = Eager(), Eager()
         self._readable = self._writable = None
-        if hasattr(select, "poll"):
-            self._readable, self._writable = select.poll(), select.poll()
-            self._readable.register(sock, select.POLLIN)
-            self._writable.register(sock, select.POLLOUT)
         sock.setblocking(False)
         self._fd = sock.fileno()
+        if hasattr(select, "poll"):
+            self._readable, self._writable = select.poll(), select.poll()
+            self._watch(self._readable, self._writable)
         self._reader = self._make_reader(max_bytes)
+
+    def _watch(self, readable: select.poll, writable: select.poll) -> None:
+        """Have them say when something can be read, or written."""
+        readable.register(self._fd, select.POLLIN)
+        writable.register(self._fd, select.POLLOUT)
 
     def _make_reader(self, max_bytes: int) -> FrameReader:
         return FrameReader(max_bytes)
@@ -90,14 +100,12 @@ class StreamConnection:
 
     def send(self, frame: Frame, blocked: Callable[[], object] | None = None) -> None:
         size = len(frame.head)
-        if frame.buffers:
-            parts, inline = self._parts(frame)
-            self._transmit(parts, blocked)
-            del inline  # till then: `parts` only points to it
-        elif size < _JOIN_BYTES:
+        if size < _JOIN_BYTES and not frame.buffers:
             self._transmit([_pack_prefix(size, 0, 0) + frame.head], blocked)
-        else:
-            self._transmit([_pack_prefix(size, 0, 0), frame.head], blocked)
+            return
+        parts, inline = self._parts(frame)
+        self._transmit(parts, blocked)
+        del inline  # till then: `parts` only points to it
 
     def _transmit(self, parts: list[Bytes], blocked: Callable[[], object] | None = None) -> None:
         if not self._writing.acquire(blocking=False):
@@ -128,7 +136,7 @@ class StreamConnection:
         try:
             if self._closed:
                 raise ConnectionClosed("the connection is closed")
-            if wait_for(self._sock, writable=True, timeout=0):
+            if self._wait_for_room(0):
                 self._write([PREFIX.pack(len(frame.head), 0, 0) + frame.head], None)
             return True
         finally:
@@ -155,7 +163,7 @@ class StreamConnection:
         return [prefix, frame.head, *map(memory_of, inline)], inline
 
     def _place(self, buffer: Tensor, size: int) -> int:  # noqa: ARG002
-        """The segment that carries the buffer; 0 when it goes through the socket."""
+        """The segment that carries the buffer; 0 when it goes through the stream."""
         return 0
 
     def _forgotten(self) -> list[int]:
@@ -299,12 +307,15 @@ class StreamConnection:
                 return
             self._closed = True
             if self._poller is not None:
-                self._poller.remove(self._fd)
+                self._detach(self._poller)
         try:
             self._sock.shutdown(socket.SHUT_RDWR)
         except OSError:
             pass
         self._dispose()
+
+    def _detach(self, poller: Poller) -> None:
+        poller.remove(self._fd)
 
     def _dispose(self) -> None:
         """Give the descriptor back unless another thread is using it; that one will."""

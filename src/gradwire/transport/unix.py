@@ -1,12 +1,12 @@
-"""Between processes of one machine: a unix socket, and shared memory for large tensors.
+"""Between processes of one machine: pipes, and shared memory for large tensors.
 
 The listener has a random name in Linux's abstract name space: it leaves no file behind, and a
 process in another network name space, a container say, cannot reach it. So connecting *is* the
 probe for "same machine": it works, or the caller takes the next transport.
 
-The connecting side sends two descriptors along with its proof: one end of a socket pair over which
-segments of shared memory are passed, in both directions, and a piece of memory into which the
-listener writes what it was told, to show that sharing memory works.
+The connecting side sends four descriptors along with its proof: one end of a socket pair over which
+segments of shared memory are passed, in both directions; a piece of memory into which the listener
+writes what it was told, to show that sharing memory works; and the ends of two pipes.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from __future__ import annotations
 import mmap
 import os
 import secrets
+import select
 import socket
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -23,10 +24,16 @@ from torch import Tensor
 from gradwire.errors import AuthenticationError, ConnectionClosed
 from gradwire.transport.base import Address, Connection, Greeting
 from gradwire.transport.framing import FORGET, FrameReader, pack_prefix
-from gradwire.transport.listening import StreamListener, close_quietly, shake_hands
+from gradwire.transport.listening import (
+    MAX_DESCRIPTORS,
+    StreamListener,
+    close_quietly,
+    shake_hands,
+)
+from gradwire.transport.pipes import Pipes, check_ends, make_pipes
 from gradwire.transport.poller import Poller
 from gradwire.transport.segments import SEGMENT_BYTES, SegmentReceiver, SegmentSender
-from gradwire.transport.stream import StreamConnection, wait_for
+from gradwire.transport.stream import StreamConnection
 
 _PROBE = 4096
 _ANSWER = b"gradwire shares this memory"
@@ -54,43 +61,76 @@ class UnixTransport:
     def connect(self, place: str, me: Greeting, them: Greeting, timeout: float) -> UnixConnection:
         sock = socket.socket(socket.AF_UNIX)
         channel, their_channel = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        ours, theirs = make_pipes()
         try:
             sock.settimeout(timeout)
             sock.connect("\0" + place)
             probe = os.memfd_create("gradwire-probe", os.MFD_CLOEXEC)
             try:
                 os.ftruncate(probe, _PROBE)
-                passed = (their_channel.fileno(), probe)
+                passed = (their_channel.fileno(), probe, *theirs)
                 shake_hands(sock, self.token, me, them.incarnation, passed)
                 if os.pread(probe, len(_ANSWER), 0) != _ANSWER:
                     raise ConnectionRefusedError("memory cannot be shared with that worker")
             finally:
                 os.close(probe)
-            return UnixConnection(sock, channel, them, self)
+            return UnixConnection(Pipes(sock, ours), channel, them, self)
         except BaseException:
             sock.close()
             channel.close()
+            for descriptor in ours:
+                os.close(descriptor)
             raise
         finally:
             their_channel.close()
+            for descriptor in theirs:
+                os.close(descriptor)
 
 
 class UnixConnection(StreamConnection):
-    """Frames over a unix socket, large tensors through shared memory beside it."""
+    """Small frames through pipes, what is large through shared memory."""
+
+    #: The other end has closed the socket; there may be something left to read.
+    _is_gone = False
 
     def __init__(
         self,
-        sock: socket.socket,
+        pipes: Pipes,
         channel: socket.socket,
         peer: Greeting,
         transport: UnixTransport,
     ):
         channel.setblocking(False)
+        self._pipes = pipes
         self._channel = channel
         self._segment_bytes = transport.segment_bytes
         self._sender = SegmentSender(channel)
         self._receiver = SegmentReceiver(channel)
-        super().__init__(sock, peer, transport.max_bytes, transport.stall_limit)
+        super().__init__(pipes, peer, transport.max_bytes, transport.stall_limit)
+
+    def _watch(self, readable: select.poll, writable: select.poll) -> None:
+        readable.register(self._pipes.incoming, select.POLLIN)
+        writable.register(self._pipes.outgoing, select.POLLOUT)
+        for poll in (readable, writable):
+            poll.register(self._pipes.sock, 0)  # it says when the other end is gone
+
+    def attach(self, poller: Poller, callback: Callable[[], None]) -> None:
+        def notice() -> None:
+            self._is_gone = True
+            callback()
+
+        self._callback = callback
+        super().attach(poller, callback)
+        poller.add(self._pipes.sock.fileno(), notice)
+
+    def arm(self) -> None:
+        super().arm()
+        if self._is_gone and self._poller is not None:  # nothing else will say so again
+            self._poller.post(self._callback)
+
+    def _detach(self, poller: Poller) -> None:
+        super()._detach(poller)
+        poller.remove(self._pipes.sock.fileno())
 
     def _make_reader(self, max_bytes: int) -> FrameReader:
         return FrameReader(max_bytes, self._receiver.get, self._receiver.forget)
@@ -108,7 +148,7 @@ class UnixConnection(StreamConnection):
         if not self._sender.forgets or not self._writing.acquire(blocking=False):
             return
         try:
-            if not self._closed and wait_for(self._sock, writable=True, timeout=0):
+            if not self._closed and self._wait_for_room(0):
                 entries = [(FORGET, segment) for segment in self._sender.take_forgotten()]
                 if entries:  # else a frame that was just sent has told
                     self._write([pack_prefix(0, entries)], None)
@@ -138,20 +178,22 @@ class UnixListener(StreamListener):
         super().__init__(sock, address, transport.token, me, poller, accepted)
 
     def read_guest(self, sock: socket.socket, size: int) -> tuple[bytes, list[int]]:
-        data, descriptors, _, _ = socket.recv_fds(sock, size, 2)
+        data, descriptors, _, _ = socket.recv_fds(sock, size, MAX_DESCRIPTORS)
         return data, descriptors
 
     def make_connection(
         self, sock: socket.socket, peer: Greeting, descriptors: list[int]
     ) -> UnixConnection:
         try:
-            if len(descriptors) != 2:
+            if len(descriptors) != MAX_DESCRIPTORS:
                 raise AuthenticationError("the caller did not offer to share memory")
-            with mmap.mmap(descriptors[1], _PROBE) as memory:
+            _, probe, incoming, outgoing = descriptors
+            with mmap.mmap(probe, _PROBE) as memory:
                 memory[: len(_ANSWER)] = _ANSWER
+            check_ends(incoming, outgoing)
             channel = socket.socket(fileno=descriptors[0])
-            descriptors = descriptors[1:]
-            return UnixConnection(sock, channel, peer, self._transport)
+            descriptors = [probe]
+            return UnixConnection(Pipes(sock, (incoming, outgoing)), channel, peer, self._transport)
         finally:
             for descriptor in descriptors:
                 close_quietly(descriptor)
