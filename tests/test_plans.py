@@ -206,27 +206,31 @@ def test_what_cannot_be_planned_is_left_to_the_pass(context: Context) -> None:
     assert context._plan is None
 
 
-def test_large_graphs_are_not_planned_ahead(
-    context: Context, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("waits", [1, 2, 9])
+def test_large_graphs_are_planned_a_piece_at_a_time(
+    context: Context, monkeypatch: pytest.MonkeyPatch, waits: int
 ) -> None:
     monkeypatch.setattr("gradwire.gradients.context._NODES_AHEAD", 10)
-    leaf = x = torch.ones(2, requires_grad=True)
-    for _ in range(6):
-        x = x + 1
+    leaf, other = torch.ones(2, requires_grad=True), torch.ones(2, requires_grad=True)
+    x, y = leaf * 1, other * 1
+    for _ in range(25):
+        x, y = x + 1, y + 1
     context.sends[1] = Send(1, 1, [x], None)
-    assert planned(context) is not None
-    context.sends[2] = Send(2, 1, [x + 1], None)  # the nodes that are there are not visited again
+    context.sends[2] = Send(2, 1, [y], None)
     plan = planned(context)
-    for _ in range(6):
-        x = x + 1
-    context.sends[3] = Send(3, 1, [x], None)
-    context.plan_ahead()
-    assert context._plan is None
+    assert len(plan._marked) == 2 + 10
+    for _ in range(waits):
+        context.plan_ahead()
+    assert len(plan._marked) <= 2 + 10 + 10 * waits
+    assert (len(plan._marked) == 54) == (waits == 9), "all of them, in the end"
+    context.sends[3] = Send(3, 1, [x * y], None)
     taken = context.take_plan()
-    assert taken is not plan
+    assert taken is plan
     taken.add(list(context.sends.values()), [])
     taken.finish([])
-    assert [region.leaves for region in taken.regions] == [[leaf]]
+    (region,) = taken.regions
+    assert {id(found) for found in region.leaves} == {id(leaf), id(other)}
+    assert len(region.sources) == 3
 
 
 def test_a_plan_that_was_made_ahead_may_become_large(

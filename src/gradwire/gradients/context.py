@@ -25,8 +25,8 @@ if TYPE_CHECKING:
     from gradwire.gradients.passes import Pass
 
 _REMEMBERED_RELEASES = 100_000
-#: Beyond this many messages, or nodes, nothing is planned ahead: there may be no pass, and calls
-#: would wait for it.
+#: Beyond this many messages nothing is planned ahead, and no more nodes than this at a time: there
+#: may be no pass, and calls would wait for it.
 _MESSAGES_AHEAD = 1_000
 _NODES_AHEAD = 5_000
 
@@ -116,11 +116,11 @@ class Context:
                 return
             if self._plan is None:
                 self._plan = self._new_plan()
-                self._plan.limit(_NODES_AHEAD)
             try:
+                self._plan.limit(_NODES_AHEAD)
                 self._plan.add(list(self.sends.values()), list(self.recvs.values()))
                 self._plan.make_gates()
-            except Exception:  # it is too large, or the pass will meet the like of it again
+            except Exception:  # the pass will meet the like of it again
                 self._plan = None
                 self._plans_later = True
 

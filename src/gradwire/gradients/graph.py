@@ -147,10 +147,6 @@ class Region:
         small.part_of = large
 
 
-class TooLarge(Exception):
-    """There are too many nodes to plan ahead."""
-
-
 class Plan:
     """The regions, and what is in none of them.
 
@@ -168,6 +164,8 @@ class Plan:
         on_the_way: Collection[SentTensor] | None = None,
     ):
         # (First those that go first: nodes of leaves must not be held by Python alone.)
+        #: Nodes that are still to be visited, if the limit was reached.
+        self._unvisited: list[tuple[list[Any], Region]] = []
         #: Anchors that no source has reached yet; and the nodes that were visited.
         self._anchors: dict[Any, Anchor] = {}
         self._marked: dict[Any, Region] = {}
@@ -197,8 +195,7 @@ class Plan:
         self._steps: Iterator[None] = repeat(None)
 
     def limit(self, nodes: int) -> None:
-        """Have `add` raise `TooLarge` when there are more nodes to visit than this, until the limit
-        is lifted."""
+        """Have no more nodes visited than this, until there is a new limit or it is lifted."""
         self._steps = repeat(None, nodes)
 
     def lift_limit(self) -> None:
@@ -206,6 +203,9 @@ class Plan:
 
     def add(self, sends: Sequence[Send], recvs: Sequence[Recv]) -> None:
         """Add the messages of a context that were not there the last time."""
+        unvisited, self._unvisited = self._unvisited, []
+        for stack, region in unvisited:
+            self._visit(stack, region)
         on_the_way = self._on_the_way
         for recv in recvs[len(self._recvs) :]:
             # One that is arriving just now has more of them later; nothing depends on those yet.
@@ -310,14 +310,16 @@ class Plan:
     def _walk(self, start: Any, region: Region) -> None:
         """Mark all nodes that a start of a region reaches and nobody has marked. Anchors that are
         found there go over to the region."""
-        marked, anchors, wanted = self._marked, self._anchors, self._wanted
-        found = marked.get(start)
+        found = self._marked.get(start)
         if found is not None:
             region.join(found)
             return
+        self._marked[start] = region.whole()
+        self._visit([start], region)
+
+    def _visit(self, stack: list[Any], region: Region) -> None:
+        marked, anchors, wanted = self._marked, self._anchors, self._wanted
         region = region.whole()
-        marked[start] = region
-        stack = [start]
         for _ in self._steps:
             if not stack:
                 return
@@ -343,4 +345,4 @@ class Plan:
                     elif found is not region:
                         region.join(found)
                         region = region.whole()
-        raise TooLarge
+        self._unvisited.append((stack, region))

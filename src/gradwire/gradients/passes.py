@@ -8,19 +8,19 @@ The rules, for one pass on one worker:
    that of all its children, says so to its parent.
 3. A region (see `graph`) runs through torch's own engine when all its sources are answered; or, if
    it holds anchors, as soon as one source has a gradient and it is known where in the region
-   gradients will come to. Mostly that one says it: they come to the others as well. If not, it takes
-   the *prospects* of those, which follow from the graphs alone (see `reach`) and are asked for. The
-   sources still out are *gates*: the run waits at them, last of all and the newest first, so that
-   every wait is for something that happened later in the forward pass, and no circle of waits can
-   close.
+   gradients will come to. Mostly that one alone says it: they come to the others from there. If
+   not, it takes the *prospects* of those, which follow from the graphs (see `reach`) and are asked
+   for. The sources still out are *gates*: the run waits at them, last of all and the newest first,
+   so that every wait is for something that happened later in the forward pass, and no circle of
+   waits can close.
 4. Sources that no gradient comes to are left out. An anchor that is reached only from such sources
    has no gradient, whether or not its region has run.
 5. A pass for given tensors (`grad`) has to do with what is on the way to those, nothing else. The
    worker that starts it finds that out beforehand (see `survey`). It is the parent of all others,
    and gives each its share of that, with which it can begin.
-6. Where something was received and sent back as it is, the gradient that comes would go back as it
-   is. The other worker is told of that when it is told of the pass, and takes the *shortcut*: it has
-   the gradient already. A chain of calls to one worker is one message and its answer.
+6. Where something was received and sent back as it is, its gradient would go back as it is too. The
+   other worker is told so when it is told of the pass, and takes the *shortcut*: it has that
+   gradient already. A chain of calls to one worker is one message and its answer.
 
 Messages are requests and are answered at once: after what can be done without waiting was done,
 before any gate is waited at. What the worker has for the sender by then rides on the answer, so a
