@@ -10,6 +10,10 @@ import torch
 from torch import Tensor
 
 from gradwire import autograd, current, rpc
+from gradwire.gradients.family import NO_CHILD
+from gradwire.gradients.functions import Recv, Send
+from gradwire.gradients.graph import Plan
+from gradwire.gradients.ledger import How, Ledger
 from gradwire.testing import FaultyTransport, cluster
 from gradwire.transport.memory import MemoryNetwork
 from gradwire.wire.messages import Kind
@@ -164,3 +168,50 @@ def test_a_second_pass_takes_them_too(network: FaultyTransport) -> None:
         assert network.messages[Kind.BACKWARD_AUTOGRAD_REQ] == before + 1
         twice = autograd.get_gradients(context_id)
     assert all(torch.allclose(twice[leaf], 2 * once[leaf]) for leaf in (leaves.x, leaves.weight))
+
+
+PARAMETERS = [torch.ones(3, requires_grad=True) for _ in range(2)]
+KEPT: list[Tensor] = []
+
+
+def parameter(number: int) -> Tensor:
+    return PARAMETERS[number]
+
+
+def add_to_what_is_kept(x: Tensor) -> Tensor | None:
+    KEPT.append(x)
+    return KEPT[0] + KEPT[1] if len(KEPT) == 2 else None
+
+
+def halve_gradients(context_id: int) -> list[list[float]]:
+    gradients = autograd.get_gradients(context_id)
+    for gradient in gradients.values():
+        gradient.mul_(0.5)
+    return [gradients[parameter].tolist() for parameter in PARAMETERS]
+
+
+def test_gradients_that_took_a_shortcut_share_no_memory(network: FaultyTransport) -> None:
+    """Torch gives the inputs of a sum one gradient, and each may be clipped in place."""
+    with autograd.context() as context_id:
+        for number in range(2):
+            received = rpc.rpc_sync("worker1", parameter, args=(number,))
+            total = rpc.rpc_sync("worker1", add_to_what_is_kept, args=(received,))
+        KEPT.clear()
+        autograd.backward(context_id, [total.sum()])
+        halves = rpc.rpc_sync("worker1", halve_gradients, args=(context_id,))
+    assert halves == [[0.5] * 3] * 2
+
+
+def test_what_is_just_arriving_takes_no_shortcut() -> None:
+    send = Send(1, 0, [torch.ones(2, requires_grad=True) * 1], "")
+    recv = Recv(2, 0)
+    arrived = recv.take(torch.ones(2, requires_grad=True))  # the first of two
+    other = Send(3, 0, [arrived * 2], "")
+    plan = Plan(loose=True)
+    plan.add([send, other], [recv])
+    plan.finish([])
+    ledger = Ledger(1, 0, How())
+    ledger.open(plan, {send.id: send, other.id: other}, {recv.id: recv}, {0})
+    ledger.take(0, (([], [(2, 1, 1)], [], NO_CHILD, [], []), []), was_told=False)
+    ledger.settle(recv.id, 0, torch.ones(2))
+    assert send.id not in ledger.answers

@@ -10,7 +10,8 @@ import signal
 import socket
 import struct
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -293,7 +294,10 @@ def forked_child() -> Iterator[None]:
 
 
 @pytest.mark.parametrize("way", ["unix", "tcp"])
-def test_a_forked_child_keeps_no_connection_open(way: str) -> None:
+@pytest.mark.parametrize("listen", [Connection.arm, Connection.disarm])
+def test_a_forked_child_keeps_no_connection_open(
+    way: str, listen: Callable[[Connection], None]
+) -> None:
     with WAYS[way]() as pair, forked_child():
         calls: list[None] = []
         pair.listener.attach(pair.poller, lambda: calls.append(None))
@@ -302,7 +306,7 @@ def test_a_forked_child_keeps_no_connection_open(way: str) -> None:
         drive(pair.poller, lambda: calls, "the notice that the other end is closed")
         assert take(pair.listener, 1)[0].head == b"the last one"
         calls.clear()
-        pair.listener.arm()
+        getattr(pair.listener, listen.__name__)()
         drive(pair.poller, lambda: calls, "the notice that nothing more will come")
         with pytest.raises(ConnectionClosed):
             take(pair.listener, 1)
@@ -318,6 +322,36 @@ def test_who_sends_to_a_forked_child_alone_is_told() -> None:
 
     with WAYS["unix"]() as pair, forked_child(), Background(send_for_ever):
         pair.caller.close()
+
+
+def test_what_is_sent_right_before_the_end_arrives(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also if there was nothing to read a moment ago."""
+    read = os.readv
+
+    def read_and_miss(descriptor: int, buffers: Any) -> int:
+        try:
+            return read(descriptor, buffers)
+        except BlockingIOError:
+            monkeypatch.undo()
+            pair.caller.send(Frame(b"the last one"))
+            pair.caller.close()
+            raise
+
+    with WAYS["unix"]() as pair, forked_child():
+        monkeypatch.setattr(os, "readv", read_and_miss)
+        assert take(pair.listener, 1)[0].head == b"the last one"
+
+
+def test_a_connection_may_end_while_it_gets_its_poller(monkeypatch: pytest.MonkeyPatch) -> None:
+    with WAYS["unix"]() as pair:
+        add = pair.poller.add
+
+        def add_and_end(descriptor: int, callback: Callable[[], None]) -> None:
+            add(descriptor, callback)
+            pair.listener.close()
+
+        monkeypatch.setattr(pair.poller, "add", add_and_end)
+        pair.listener.attach(pair.poller, lambda: None)
 
 
 _SEALED = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL

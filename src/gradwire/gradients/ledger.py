@@ -237,11 +237,12 @@ class Ledger:
         if sends:
             self._answer_unknown(sender, sends)
         for id, position, message in shortcuts:
-            if id in self.replies and message in self.sends:
-                self.replies[id].shortcut = position, message
+            reply = self.replies.get(id)  # which has fewer tensors if it was just arriving
+            if reply and message in self.sends and position < len(reply.gradients):
+                reply.shortcut = position, message
         beside = iter(gradients)
         for id, places in answers:
-            self._take_answer(id, take_from(beside, places))
+            self._take_answer(id, take_from(beside, places), self.received)
         for id, positions in prospects:
             self.prospects.take(id, positions)
         for id in questions:
@@ -256,7 +257,7 @@ class Ledger:
 
     def _post(self, to: int, id: int, gradients: list[Gradient] | None) -> None:
         if to == self.me:
-            self.to_myself.append(partial(self._take_answer, id, gradients))
+            self.to_myself.append(partial(self._take_answer, id, gradients, self.found))
             return
         if to not in self._outbox:
             self._outbox[to] = [], []
@@ -271,7 +272,13 @@ class Ledger:
         self._conclude()
         return True
 
-    def _take_answer(self, id: int, gradients: list[Gradient] | None) -> None:
+    def _take_answer(
+        self,
+        id: int,
+        gradients: list[Gradient] | None,
+        of_leaves: list[tuple[Tensor, Tensor]],
+    ) -> None:
+        """A send is answered. Gradients of loose ends are added to those `of_leaves`."""
         send = self.sends.get(id)
         if send is None or id in self.answers:
             return
@@ -286,8 +293,7 @@ class Ledger:
             given[position] = None  # it belongs nowhere else
             leaf = send.ends[position]
             if gradient is not NOTHING and self._is_wanted(leaf):
-                where = self.received if send.to != self.me else self.found
-                where.append((leaf, gradient))
+                of_leaves.append((leaf, gradient))
         region = self.plan.region_of(id)
         if region is None:
             return
@@ -324,7 +330,7 @@ class Ledger:
         gradient = reply.gradients[position]
         if gradient is not None:
             reply.gradients[position] = PASSED_ON
-            self.to_myself.append(partial(self._take_answer, send, [gradient]))
+            self.to_myself.append(partial(self._take_answer, send, [gradient], self.found))
 
     def _is_wanted(self, leaf: Tensor) -> bool:
         return not self._how.for_inputs or id(leaf) in self._wanted

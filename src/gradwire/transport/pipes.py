@@ -63,9 +63,12 @@ class Pipes:
         try:
             return os.readv(self.incoming, (memory,))
         except BlockingIOError:
-            if self._writer_gone.poll(0):
-                return 0
-            raise
+            if not self._writer_gone.poll(0):
+                raise
+        try:
+            return os.readv(self.incoming, (memory,))  # it may have sent something before it went
+        except BlockingIOError:
+            return 0
 
     def send(self, data: Bytes) -> int:
         try:

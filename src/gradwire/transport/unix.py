@@ -90,8 +90,8 @@ class UnixTransport:
 class UnixConnection(StreamConnection):
     """Small frames through pipes, what is large through shared memory."""
 
-    #: The other end has closed the socket; there may be something left to read.
-    _is_gone = False
+    #: The poller has said that the other end is gone, and would not say so again.
+    _end_told = False
 
     def __init__(
         self,
@@ -116,17 +116,29 @@ class UnixConnection(StreamConnection):
 
     def attach(self, poller: Poller, callback: Callable[[], None]) -> None:
         def notice() -> None:
-            self._is_gone = True
+            self._end_told = True
             callback()
 
-        self._callback = callback
-        super().attach(poller, callback)
-        poller.add(self._pipes.sock.fileno(), notice)
+        with self._registering:
+            super().attach(poller, callback)
+            if not self._closed:
+                poller.add(self._pipes.sock.fileno(), notice)
 
     def arm(self) -> None:
         super().arm()
-        if self._is_gone and self._poller is not None:  # nothing else will say so again
-            self._poller.post(self._callback)
+        if self._end_told:
+            self._listen_for_end()
+
+    def disarm(self) -> None:
+        super().disarm()
+        if self._end_told:
+            self._listen_for_end()
+
+    def _listen_for_end(self) -> None:
+        with self._registering:
+            self._end_told = False
+            if self._poller is not None and not self._closed:
+                self._poller.disarm(self._pipes.sock.fileno())
 
     def _detach(self, poller: Poller) -> None:
         super()._detach(poller)
