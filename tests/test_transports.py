@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import io
 import os
 import select
 import signal
@@ -35,7 +36,7 @@ from gradwire.transport.memory import MemoryNetwork
 from gradwire.transport.poller import EpollPoller, Poller, SelectorPoller
 from gradwire.transport.segments import SegmentReceiver, SegmentSender
 from gradwire.transport.tcp import TcpTransport
-from gradwire.transport.unix import UnixTransport
+from gradwire.transport.unix import UnixConnection, UnixTransport
 
 TOKEN = b"the group's secret"
 
@@ -326,20 +327,22 @@ def test_who_sends_to_a_forked_child_alone_is_told() -> None:
 
 def test_what_is_sent_right_before_the_end_arrives(monkeypatch: pytest.MonkeyPatch) -> None:
     """Also if there was nothing to read a moment ago."""
-    read = os.readv
 
-    def read_and_miss(descriptor: int, buffers: Any) -> int:
-        try:
-            return read(descriptor, buffers)
-        except BlockingIOError:
-            monkeypatch.undo()
-            pair.caller.send(Frame(b"the last one"))
-            pair.caller.close()
-            raise
+    class Late(io.FileIO):
+        def readinto(self, buffer: Any) -> Any:
+            count = super().readinto(buffer)
+            if count is None:
+                pair.caller.send(Frame(b"the last one"))
+                pair.caller.close()
+            return count
 
     with WAYS["unix"]() as pair, forked_child():
-        monkeypatch.setattr(os, "readv", read_and_miss)
+        assert isinstance(pair.listener, UnixConnection)
+        pipes = pair.listener._pipes
+        late = Late(pipes.incoming.fileno(), "rb", closefd=False)
+        monkeypatch.setattr(pipes, "incoming", late)
         assert take(pair.listener, 1)[0].head == b"the last one"
+        monkeypatch.undo()
 
 
 def test_a_connection_may_end_while_it_gets_its_poller(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -33,8 +33,9 @@ from torch.autograd.graph import GradientEdge
 #: torch then goes on, in one process too, and asks functions for the gradients of no gradient.
 Gradient: TypeAlias = Tensor | Literal[False] | None
 NOTHING: Final = False
-#: In the place of what is not known yet; and of what came, and went on by a shortcut.
+#: In the place of what is not known yet.
 OPEN: Any = object()
+#: In the place of what came and went on by a shortcut. (It travels as it is.)
 PASSED_ON: Any = ...
 Gradients = Sequence[Gradient]
 #: The id of a message, and which of its tensors.

@@ -74,7 +74,7 @@ class Ledger:
         self.to_myself: list[Callable[[], None]] = []
         self._prospects: Prospects | None = None
         #: Gradients of leaves, not visible yet, to add to those there are: found here, and sent by
-        #: others; and those to have instead.
+        #: others, which are in memory of their own; and those to have instead.
         self.found: list[tuple[Tensor, Tensor]] = []
         self.received: list[tuple[Tensor, Tensor]] = []
         self.accumulated: Sequence[tuple[Tensor, Tensor]] = ()
@@ -130,8 +130,8 @@ class Ledger:
         self._conclude()
 
     def consider(self, region: Region) -> None:
-        """Have a region run if it can: when all its sources are answered, or have gradients to
-        come, so that a run knows at which to wait."""
+        """Have a region run if it can: when all its sources are answered, or at least it is known
+        where gradients will come to."""
         if region.queued:
             return
         if region.out:
@@ -299,7 +299,7 @@ class Ledger:
             return
         region.out -= 1
         if region.queued:
-            return  # it knew what would come
+            return  # it waits for it
         count = len([gradient for gradient in given if gradient is not None])
         region.has_gradient |= count > 0
         reach = region.reach

@@ -21,7 +21,8 @@ Places = int | list[Any] | None
 Answer = tuple[int, Places]
 # (id of a send, which of its tensors gradients will come to)
 Prospect = tuple[int, "list[int]"]
-# (id of a send, which of its tensors, id of a message with one tensor, from where the send went to)
+# (id of a send of who tells, which of its tensors, id of the message of who is told in which that
+# tensor came, and no other)
 Shortcut = tuple[int, int, int]
 # What one worker tells another: its sends that have no answer yet (said once), shortcuts (as well),
 # answers, how the teller stands to the one who is told, the sends whose prospects it asks for, and

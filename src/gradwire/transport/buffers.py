@@ -1,4 +1,4 @@
-"""Memory for large buffers that arrive through a socket.
+"""Memory for large buffers that arrive through a stream.
 
 What comes fresh from the system is cleared first, page by page as it is written to, and that takes
 longer than writing. So memory is kept when the tensors in it are gone, and used for the next ones.

@@ -7,6 +7,7 @@ child that knows nothing of it. So the socket stays: it says when the other end 
 from __future__ import annotations
 
 import fcntl
+import io
 import os
 import select
 import socket
@@ -42,50 +43,48 @@ def check_ends(incoming: int, outgoing: int) -> None:
 
 
 class Pipes:
-    """Used like a socket."""
+    """Used like a socket that does not block."""
 
     def __init__(self, sock: socket.socket, ends: Ends):
         self.sock = sock
-        self.incoming, self.outgoing = ends
-        # One for each of the two threads that may ask.
-        self._reader_gone, self._writer_gone = select.poll(), select.poll()
-        self._reader_gone.register(sock, 0)
-        self._writer_gone.register(sock, 0)
+        self.incoming, self.outgoing = io.FileIO(ends[0], "rb"), io.FileIO(ends[1], "wb")
+        # Both say whether the other end is gone: one to who reads, one to who writes.
+        self._reader_asks, self._writer_asks = select.poll(), select.poll()
+        self._reader_asks.register(sock, 0)
+        self._writer_asks.register(sock, 0)
 
     def fileno(self) -> int:
         """Where to read."""
-        return self.incoming
+        return self.incoming.fileno()
 
     def setblocking(self, flag: bool) -> None:
         self.sock.setblocking(flag)
 
     def recv_into(self, memory: memoryview) -> int:
-        try:
-            return os.readv(self.incoming, (memory,))
-        except BlockingIOError:
-            if not self._writer_gone.poll(0):
-                raise
-        try:
-            return os.readv(self.incoming, (memory,))  # it may have sent something before it went
-        except BlockingIOError:
-            return 0
+        count: int | None = self.incoming.readinto(memory)
+        if count is None and self._reader_asks.poll(0):
+            # It may have sent something before it went.
+            count = self.incoming.readinto(memory) or 0
+        if count is None:
+            raise BlockingIOError
+        return count
 
     def send(self, data: Bytes) -> int:
-        try:
-            return os.write(self.outgoing, data)
-        except BlockingIOError:
+        count: int | None = self.outgoing.write(data)
+        if count is None:
             self._check_reader()
-            raise
+            raise BlockingIOError
+        return count
 
     def sendmsg(self, parts: Sequence[Bytes]) -> int:
         try:
-            return os.writev(self.outgoing, parts)
+            return os.writev(self.outgoing.fileno(), parts)
         except BlockingIOError:
             self._check_reader()
             raise
 
     def _check_reader(self) -> None:
-        if self._reader_gone.poll(0):
+        if self._writer_asks.poll(0):
             raise BrokenPipeError("the peer closed the connection")
 
     def shutdown(self, how: int) -> None:
@@ -93,6 +92,5 @@ class Pipes:
 
     def close(self) -> None:
         self.sock.close()
-        for descriptor in {self.incoming, self.outgoing} - {-1}:
-            os.close(descriptor)
-        self.incoming = self.outgoing = -1
+        self.incoming.close()
+        self.outgoing.close()

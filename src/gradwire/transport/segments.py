@@ -28,7 +28,7 @@ from gradwire.errors import ConnectionClosed
 
 #: Tensors from this size on travel in segments.
 SEGMENT_BYTES = 1 << 15
-#: A sender that has this many segments out sends further tensors through the socket.
+#: A sender that has this many segments out sends further tensors through the pipe.
 MAX_SEGMENTS = 1024
 
 _HEADER = 64  # the flag, and room to keep the data aligned

@@ -11,6 +11,7 @@ writes what it was told, to show that sharing memory works; and the ends of two 
 
 from __future__ import annotations
 
+import contextlib
 import mmap
 import os
 import secrets
@@ -59,32 +60,26 @@ class UnixTransport:
         return UnixListener(sock, Address(self.name, place), self, me, poller, accepted)
 
     def connect(self, place: str, me: Greeting, them: Greeting, timeout: float) -> UnixConnection:
-        sock = socket.socket(socket.AF_UNIX)
-        channel, their_channel = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        ours, theirs = make_pipes()
-        try:
+        with contextlib.ExitStack() as if_it_fails, contextlib.ExitStack() as theirs:
+            sock = if_it_fails.enter_context(socket.socket(socket.AF_UNIX))
+            channel, their_channel = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+            if_it_fails.enter_context(channel)
+            theirs.enter_context(their_channel)
+            ends, their_ends = make_pipes()
+            pipes = Pipes(sock, ends)
+            if_it_fails.callback(pipes.close)
+            probe = os.memfd_create("gradwire-probe", os.MFD_CLOEXEC)
+            for descriptor in (probe, *their_ends):
+                theirs.callback(os.close, descriptor)
+            os.ftruncate(probe, _PROBE)
             sock.settimeout(timeout)
             sock.connect("\0" + place)
-            probe = os.memfd_create("gradwire-probe", os.MFD_CLOEXEC)
-            try:
-                os.ftruncate(probe, _PROBE)
-                passed = (their_channel.fileno(), probe, *theirs)
-                shake_hands(sock, self.token, me, them.incarnation, passed)
-                if os.pread(probe, len(_ANSWER), 0) != _ANSWER:
-                    raise ConnectionRefusedError("memory cannot be shared with that worker")
-            finally:
-                os.close(probe)
-            return UnixConnection(Pipes(sock, ours), channel, them, self)
-        except BaseException:
-            sock.close()
-            channel.close()
-            for descriptor in ours:
-                os.close(descriptor)
-            raise
-        finally:
-            their_channel.close()
-            for descriptor in theirs:
-                os.close(descriptor)
+            passed = (their_channel.fileno(), probe, *their_ends)
+            shake_hands(sock, self.token, me, them.incarnation, passed)
+            if os.pread(probe, len(_ANSWER), 0) != _ANSWER:
+                raise ConnectionRefusedError("memory cannot be shared with that worker")
+            if_it_fails.pop_all()
+            return UnixConnection(pipes, channel, them, self)
 
 
 class UnixConnection(StreamConnection):
@@ -191,6 +186,8 @@ class UnixListener(StreamListener):
 
     def read_guest(self, sock: socket.socket, size: int) -> tuple[bytes, list[int]]:
         data, descriptors, _, _ = socket.recv_fds(sock, size, MAX_DESCRIPTORS)
+        for descriptor in descriptors:
+            os.set_inheritable(descriptor, False)
         return data, descriptors
 
     def make_connection(
