@@ -253,7 +253,7 @@ BY_HAND = {
         quick_count=1,
         contestants=("by hand",),
     )
-    for length, count in {1: 200, 10: 30, 100: 5}.items()
+    for length, count in {1: 200, 10: 30, 100: 12}.items()
 }
 FLOORS = {length: Floor(case.name) for length, case in BY_HAND.items()}
 
@@ -286,9 +286,9 @@ SUITE = Suite(
         ),
         *BY_HAND.values(),
         Case("a call that calls back", partial(forward_and_backward, call_back), 100, microseconds),
-        *growing("{:,} chained calls", chain, per_call, {10: 30, 100: 5, 1000: 2}, 5, FLOORS),
+        *growing("{:,} chained calls", chain, per_call, {10: 30, 100: 12, 1000: 2}, 5, FLOORS),
         *growing(
-            "residual trunk of {} remote experts", trunk, per_layer, {16: 20, 64: 8, 256: 3}, 4
+            "residual trunk of {} remote experts", trunk, per_layer, {16: 30, 64: 15, 256: 3}, 4
         ),
         Case(
             "1 MB through a linear layer there",
