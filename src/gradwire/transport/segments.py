@@ -27,7 +27,7 @@ from torch import Tensor
 from gradwire.errors import ConnectionClosed
 
 #: Tensors from this size on travel in segments.
-SEGMENT_BYTES = 1 << 15
+SEGMENT_BYTES = 1 << 13
 #: A sender that has this many segments out sends further tensors through the pipe.
 MAX_SEGMENTS = 1024
 
