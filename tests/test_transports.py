@@ -40,9 +40,21 @@ from gradwire.transport.unix import UnixConnection, UnixTransport
 
 TOKEN = b"the group's secret"
 
+
+@contextlib.contextmanager
+def open_narrow_pair() -> Iterator[Pair]:
+    """With pipes as small as Linux makes them for users who have too many."""
+    with open_pair(UnixTransport(TOKEN), EpollPoller) as pair:
+        for end in (pair.caller, pair.listener):
+            assert isinstance(end, UnixConnection)
+            fcntl.fcntl(end._pipes.outgoing, fcntl.F_SETPIPE_SZ, 8192)
+        yield pair
+
+
 WAYS: dict[str, Open] = {
     "memory": lambda: open_pair(MemoryNetwork(), EpollPoller),
     "unix": lambda: open_pair(UnixTransport(TOKEN), EpollPoller),
+    "unix-narrow": open_narrow_pair,
     "tcp": lambda: open_pair(TcpTransport(TOKEN), EpollPoller),
     "tcp-selector": lambda: open_pair(TcpTransport(TOKEN), SelectorPoller),
 }
