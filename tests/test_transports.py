@@ -357,6 +357,15 @@ def test_what_is_sent_right_before_the_end_arrives(monkeypatch: pytest.MonkeyPat
         monkeypatch.undo()
 
 
+def test_no_program_that_is_started_gets_a_connection() -> None:
+    with WAYS["unix"]() as pair:
+        for end in (pair.caller, pair.listener):
+            assert isinstance(end, UnixConnection)
+            pipes = end._pipes
+            for opened in (pipes.incoming, pipes.outgoing, pipes.sock, end._channel):
+                assert not os.get_inheritable(opened.fileno())
+
+
 def test_a_connection_may_end_while_it_gets_its_poller(monkeypatch: pytest.MonkeyPatch) -> None:
     with WAYS["unix"]() as pair:
         add = pair.poller.add

@@ -90,8 +90,8 @@ class Region:
     """A connected part of the graph, and how far a pass has got with it."""
 
     __slots__ = (
-        "anchors", "asking", "frozen", "has_gradient", "leaves", "out", "part_of", "queued",
-        "reach", "short", "sources", "starts",
+        "anchors", "asking", "bypassed", "frozen", "has_gradient", "leaves", "out", "part_of",
+        "queued", "reach", "sources", "starts",
     )  # fmt: skip
 
     def __init__(self, source: Source, starts: list[Start]) -> None:
@@ -107,7 +107,7 @@ class Region:
         self.out = 0 if self.has_gradient else 1
         self.queued = False
         #: Whether another worker was told of a shortcut past it.
-        self.short = False
+        self.bypassed = False
         #: Where gradients can come to; worked out where that matters.
         self.reach: Reach | None = None
         #: Whether others were asked for that.
@@ -308,8 +308,7 @@ class Plan:
         return starts
 
     def _walk(self, start: Any, region: Region) -> None:
-        """Mark all nodes that a start of a region reaches and nobody has marked. Anchors that are
-        found there go over to the region."""
+        """Visit all nodes that a start of a region reaches and nobody has marked."""
         found = self._marked.get(start)
         if found is not None:
             region.join(found)
@@ -318,6 +317,8 @@ class Plan:
         self._visit([start], region)
 
     def _visit(self, stack: list[Any], region: Region) -> None:
+        """Go on from nodes that are marked, as far as the limit allows. Leaves and anchors that are
+        found go over to the region."""
         marked, anchors, wanted = self._marked, self._anchors, self._wanted
         region = region.whole()
         for _ in self._steps:

@@ -142,7 +142,7 @@ class Ledger:
                     self.prospects.ask_about(region)
                 return
         region.queued = True
-        if not region.out and (region.short or (not self._into_grad and region.is_straight())):
+        if not region.out and (region.bypassed or (not self._into_grad and region.is_straight())):
             self._pass_on(region)
         else:
             self.ready.append(region)
@@ -177,7 +177,7 @@ class Ledger:
             recv, _ = region.anchors[0]
             assert type(source) is Send
             if source.to == recv.sender == worker and self.plan.sizes[recv.id] == 1:
-                region.short = True
+                region.bypassed = True
                 found.append((source.id, position, recv.id))
         return found
 

@@ -66,11 +66,12 @@ class UnixTransport:
             if_it_fails.enter_context(channel)
             theirs.enter_context(their_channel)
             ends, their_ends = make_pipes()
+            for descriptor in their_ends:
+                theirs.callback(os.close, descriptor)
             pipes = Pipes(sock, ends)
             if_it_fails.callback(pipes.close)
             probe = os.memfd_create("gradwire-probe", os.MFD_CLOEXEC)
-            for descriptor in (probe, *their_ends):
-                theirs.callback(os.close, descriptor)
+            theirs.callback(os.close, probe)
             os.ftruncate(probe, _PROBE)
             sock.settimeout(timeout)
             sock.connect("\0" + place)
