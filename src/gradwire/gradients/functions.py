@@ -15,6 +15,8 @@ An *anchor* is the node that a tensor which arrived comes from: what backward br
 to be sent to the end. It is a node that torch refuses to run, as it should where nobody asks for
 what comes to the anchor; a pass does, and then torch does not run it. Where gradients go into
 `.grad` torch runs all that it is asked for, so there the anchor is that of a twin.
+
+A *gate* is where a run waits for what an end has not got yet: at one more twin, made for that run.
 """
 
 from __future__ import annotations

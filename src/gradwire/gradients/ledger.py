@@ -327,6 +327,7 @@ class Ledger:
             self._post(reply.sender, message, reply.gradients if reply.has_gradient else None)
 
     def _take_shortcut(self, reply: _Reply, position: int, send: int) -> None:
+        """Keep the gradient that would come back, and go on with it."""
         gradient = reply.gradients[position]
         if gradient is not None:
             reply.gradients[position] = PASSED_ON

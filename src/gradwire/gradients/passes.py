@@ -350,10 +350,10 @@ class Pass:
                 self._notify()
                 return True
         self._tell()
-        unheard = self._next_unheard()
-        if unheard is None:
+        try:
+            worker, first, call = self._unheard.popleft()
+        except IndexError:
             return False
-        worker, first, call = unheard
         try:
             answer: News = self.hear(call)
         except BaseException as error:
@@ -361,12 +361,6 @@ class Pass:
             return False
         self.take(worker, answer, was_told=first)
         return True
-
-    def _next_unheard(self) -> tuple[int, bool, OpenCall] | None:
-        try:
-            return self._unheard.popleft()
-        except IndexError:
-            return None  # or another thread was faster
 
     def _tell(self) -> None:
         """Send what others must know."""
