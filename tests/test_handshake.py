@@ -219,7 +219,7 @@ def test_a_member_that_claims_too_much_is_cut_off_without_any_memory(house: Hous
     raw = house.connect(house.transport, LISTENER)
     raw.send(Frame(b"ok"))
     take(house.accepted[0], 1)
-    raw._sock.send(CLAIM)  # type: ignore[attr-defined]
+    raw._stream.send(CLAIM)  # type: ignore[attr-defined]
     tracemalloc.start()
     try:
         with pytest.raises(ConnectionClosed, match="claims"):

@@ -57,9 +57,6 @@ class Pipes:
         """Where to read."""
         return self.incoming.fileno()
 
-    def setblocking(self, flag: bool) -> None:
-        self.sock.setblocking(flag)
-
     def recv_into(self, memory: memoryview) -> int:
         count: int | None = self.incoming.readinto(memory)
         if count is None and self._reader_asks.poll(0):

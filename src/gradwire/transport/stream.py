@@ -6,9 +6,9 @@ import select
 import socket
 import threading
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from time import perf_counter
-from typing import TYPE_CHECKING
+from typing import Any, Protocol
 
 from torch import Tensor
 
@@ -24,9 +24,6 @@ from gradwire.transport.framing import (
     pack_prefix,
 )
 from gradwire.transport.poller import Poller
-
-if TYPE_CHECKING:
-    from gradwire.transport.pipes import Pipes
 
 Bytes = bytes | bytearray | memoryview
 
@@ -46,29 +43,43 @@ _pack_prefix = PREFIX.pack
 _CAN_GATHER = hasattr(socket.socket, "sendmsg")  # not on Windows
 
 
-def wait_for(sock: socket.socket | Pipes, *, writable: bool, timeout: float | None) -> bool:
-    """Block until a socket is ready, for `timeout` seconds or for ever."""
+class Stream(Protocol):
+    """What bytes go through: a socket that does not block, or something that is used like one."""
+
+    def fileno(self) -> int: ...
+
+    def recv_into(self, memory: memoryview, /) -> int: ...
+
+    def send(self, data: Bytes, /) -> int: ...
+
+    def sendmsg(self, parts: Sequence[Bytes], /) -> int: ...
+
+    def shutdown(self, how: int, /) -> Any: ...
+
+    def close(self) -> Any: ...
+
+
+def wait_for(stream: Stream, *, writable: bool, timeout: float | None) -> bool:
+    """Block until a stream is ready, for `timeout` seconds or for ever."""
     if hasattr(select, "poll"):
         poll = select.poll()
-        poll.register(sock, select.POLLOUT if writable else select.POLLIN)
+        poll.register(stream, select.POLLOUT if writable else select.POLLIN)
         return bool(poll.poll(None if timeout is None else max(0.0, timeout) * 1000))
-    reads, writes = ([], [sock]) if writable else ([sock], [])
+    reads, writes = ([], [stream]) if writable else ([stream], [])
     return any(select.select(reads, writes, [], timeout))
 
 
 class StreamConnection:
-    """Frames over a connected stream socket, or pipes.
+    """Frames over a stream.
 
-    The socket is shut down by `close`, and its descriptor is given back by the last thread that
+    It is shut down by `close`, and its descriptor is given back by the last thread that
     is still inside a system call on it: a number that is reused too early would be somebody else's
     connection.
     """
 
-    def __init__(
-        self, sock: socket.socket | Pipes, peer: Greeting, max_bytes: int, stall_limit: float
-    ):
+    def __init__(self, stream: Stream, peer: Greeting, max_bytes: int, stall_limit: float):
         self.peer = peer
-        self._sock = sock
+        self._stream = stream
         self._stall_limit = stall_limit
         self._reading = threading.Lock()
         self._writing = threading.Lock()
@@ -81,8 +92,7 @@ class StreamConnection:
         self._poller: Poller | None = None
         self._eager, self._eager_writing = Eager(), Eager()
         self._readable = self._writable = None
-        sock.setblocking(False)
-        self._fd = sock.fileno()
+        self._fd = stream.fileno()
         if hasattr(select, "poll"):
             self._readable, self._writable = select.poll(), select.poll()
             self._watch(self._readable, self._writable)
@@ -184,9 +194,9 @@ class StreamConnection:
                 first = parts[0]
                 try:
                     if len(parts) == 1 or not _CAN_GATHER:
-                        sent = self._sock.send(first)
+                        sent = self._stream.send(first)
                     else:
-                        sent = self._sock.sendmsg(parts[:_MAX_PARTS])
+                        sent = self._stream.sendmsg(parts[:_MAX_PARTS])
                 except BlockingIOError:
                     if blocked is not None and not self._wait_for_room(_PATIENCE_SECONDS):
                         blocked()
@@ -215,7 +225,7 @@ class StreamConnection:
     def _wait_for_room(self, seconds: float) -> bool:
         """Wait until more can be sent; not for ever."""
         if self._writable is None:
-            return wait_for(self._sock, writable=True, timeout=seconds)
+            return wait_for(self._stream, writable=True, timeout=seconds)
         return bool(self._eager_writing.wait(self._writable.poll, seconds * 1000))
 
     def _take_held(self) -> bytes:
@@ -250,7 +260,7 @@ class StreamConnection:
                 raise ConnectionClosed("the connection is closed")
             target = reader.target
             try:
-                count = self._sock.recv_into(target)
+                count = self._stream.recv_into(target)
                 if not count:
                     raise ConnectionClosed("the peer closed the connection")
                 frames = reader.advance(count)
@@ -278,7 +288,7 @@ class StreamConnection:
         if self._readable is not None:
             milliseconds = None if timeout is None else max(0.0, timeout) * 1000
             return bool(self._eager.wait(self._readable.poll, milliseconds))
-        return wait_for(self._sock, writable=False, timeout=timeout)
+        return wait_for(self._stream, writable=False, timeout=timeout)
 
     def attach(self, poller: Poller, callback: Callable[[], None]) -> None:
         self._poller = poller
@@ -309,7 +319,7 @@ class StreamConnection:
             if self._poller is not None:
                 self._detach(self._poller)
         try:
-            self._sock.shutdown(socket.SHUT_RDWR)
+            self._stream.shutdown(socket.SHUT_RDWR)
         except OSError:
             pass
         self._dispose()
@@ -328,4 +338,4 @@ class StreamConnection:
             self._reading.release()
 
     def _release(self) -> None:
-        self._sock.close()
+        self._stream.close()

@@ -96,6 +96,7 @@ class UnixConnection(StreamConnection):
         peer: Greeting,
         transport: UnixTransport,
     ):
+        pipes.sock.setblocking(False)
         channel.setblocking(False)
         self._pipes = pipes
         self._channel = channel
