@@ -55,7 +55,7 @@ def test_calls_are_planned_for_on_both_sides(trio: list[Worker]) -> None:
             [context] = [c for c in worker.contexts.all() if c.id == context_id]
             plan = context._plan
             assert plan is not None
-            assert len(plan._sends) == 1
+            assert len(plan.sends) == 1
 
 
 @pytest.mark.parametrize("frozen", [True, False])
@@ -188,7 +188,7 @@ def test_a_plan_is_used_once_and_goes_on_where_it_stopped(context: Context) -> N
     context.sends[2] = Send(2, 1, [leaf * 3], None)
     taken = context.take_plan()
     assert taken is plan
-    taken.add(list(context.sends.values()), [])
+    taken.add(context.sends, {})
     taken.finish(make_roots([leaf.sum()]))
     [region] = taken.regions  # the leaf joins them
     assert len(region.sources) == 3
@@ -226,7 +226,7 @@ def test_large_graphs_are_planned_a_piece_at_a_time(
     context.sends[3] = Send(3, 1, [x * y], None)
     taken = context.take_plan()
     assert taken is plan
-    taken.add(list(context.sends.values()), [])
+    taken.add(context.sends, {})
     taken.finish([])
     (region,) = taken.regions
     assert {id(found) for found in region.leaves} == {id(leaf), id(other)}
@@ -263,8 +263,8 @@ def test_contexts_of_many_messages_are_planned_for_in_the_end(
         context.sends[id] = Send(id, 1, [leaf * 2], None)
         context.plan_ahead()
     plan = context.take_plan()
-    assert len(plan._sends) == 2
-    plan.add(list(context.sends.values()), [])
+    assert len(plan.sends) == 2
+    plan.add(context.sends, {})
     plan.finish([])
     assert len(plan.regions[0].sources) == 4
 

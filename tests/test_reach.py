@@ -246,10 +246,10 @@ def test_what_arrives_while_a_pass_begins_has_no_part_in_it() -> None:
     recv = Recv(7, 1)
     recv.take(torch.ones(2, requires_grad=True))
     plan = Plan()
-    plan.add([], [recv])
+    plan.add({}, {recv.id: recv})
     plan.finish([])
     recv.take(torch.ones(2, requires_grad=True))
     ledger = Ledger(0, None, How())
-    ledger.open(plan, {}, {recv.id: recv}, {1})
+    ledger.open(plan, {1})
     (_, _, answers, *_), _ = ledger.news_for(1)
     assert answers == [(7, None)]

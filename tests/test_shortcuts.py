@@ -208,10 +208,10 @@ def test_what_is_just_arriving_takes_no_shortcut() -> None:
     arrived = recv.take(torch.ones(2, requires_grad=True))  # the first of two
     other = Send(3, 0, [arrived * 2], "")
     plan = Plan(loose=True)
-    plan.add([send, other], [recv])
+    plan.add({send.id: send, other.id: other}, {recv.id: recv})
     plan.finish([])
     ledger = Ledger(1, 0, How())
-    ledger.open(plan, {send.id: send, other.id: other}, {recv.id: recv}, {0})
+    ledger.open(plan, {0})
     ledger.take(0, (([], [(2, 1, 1)], [], NO_CHILD, [], []), []), was_told=False)
     ledger.settle(recv.id, 0, torch.ones(2))
     assert send.id not in ledger.answers

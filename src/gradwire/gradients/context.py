@@ -118,7 +118,7 @@ class Context:
                 self._plan = self._new_plan()
             try:
                 self._plan.limit(_NODES_AHEAD)
-                self._plan.add(list(self.sends.values()), list(self.recvs.values()))
+                self._plan.add(self.sends, self.recvs)
                 self._plan.make_gates()
             except Exception:  # the pass will meet the like of it again
                 self._plan = None

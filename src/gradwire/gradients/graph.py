@@ -9,7 +9,7 @@ The walk visits every node once.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from itertools import repeat
 from typing import TYPE_CHECKING, Any
 
@@ -18,6 +18,8 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
 from gradwire.gradients.functions import (
+    OPEN,
+    Gradient,
     PreparedGate,
     Recv,
     Send,
@@ -147,6 +149,23 @@ class Region:
         small.part_of = large
 
 
+class Reply:
+    """The answer of a recv, and how far a pass has got with it."""
+
+    __slots__ = ("alive", "gradients", "has_gradient", "open", "sender", "shortcut", "told")
+
+    def __init__(self, sender: int, size: int):
+        self.sender = sender
+        #: Which tensors gradients will come to, as far as known; whether the sender was told.
+        self.alive: set[int] = set()
+        self.told = False
+        self.open = size
+        self.gradients: list[Gradient] = [OPEN] * size
+        self.has_gradient = False
+        #: Which gradient the sender would send back as it is, and to which send of this worker.
+        self.shortcut: tuple[int, int] | None = None
+
+
 class Plan:
     """The regions, and what is in none of them.
 
@@ -173,8 +192,12 @@ class Plan:
         #: By send, the region that it is a source of, and which of its tensors are loose.
         self._region_of: dict[int, Region] = {}
         self.loose: dict[int, list[int]] = {}
-        #: By recv, how many anchors it has.
-        self.sizes: dict[int, int] = {}
+        #: The messages that were added; and the answers to those that have arrived.
+        self.sends: dict[int, Send] = {}
+        self.recvs: dict[int, Recv] = {}
+        self.replies: dict[int, Reply] = {}
+        #: Recvs of which nothing was decoded, or nothing yet.
+        self.empty: list[int] = []
         #: Anchors that no source reaches, or that nobody asks for.
         self.unreached: list[Anchor] = []
         #: By message, to which of its tensors gradients will come, where that is known beforehand.
@@ -185,9 +208,6 @@ class Plan:
         self._wanted = None if wanted is None else {id(tensor): tensor for tensor in wanted}
         self._leaves_out_loose = loose
         self._on_the_way = on_the_way
-        #: The messages that were added.
-        self._sends: list[Send] = []
-        self._recvs: list[Recv] = []
         #: Leaves that do not require gradients any more; and which starts are leaves, and where.
         self._frozen: list[Tensor] = []
         self._leaf_starts: list[tuple[Send, int, GradientEdge]] = []
@@ -201,24 +221,29 @@ class Plan:
     def lift_limit(self) -> None:
         self._steps = repeat(None)
 
-    def add(self, sends: Sequence[Send], recvs: Sequence[Recv]) -> None:
+    def add(self, sends: Mapping[int, Send], recvs: Mapping[int, Recv]) -> None:
         """Add the messages of a context that were not there the last time."""
+        # In this order: what was sent may depend on what had arrived.
+        new_sends = [*sends.values()][len(self.sends) :]
+        new_recvs = [*recvs.values()][len(self.recvs) :]
         unvisited, self._unvisited = self._unvisited, []
         for stack, region in unvisited:
             self._visit(stack, region)
         on_the_way = self._on_the_way
-        for recv in recvs[len(self._recvs) :]:
+        for recv in new_recvs:
             # One that is arriving just now has more of them later; nothing depends on those yet.
             arrived = tuple(recv.anchors)
-            self._recvs.append(recv)
-            self.sizes[recv.id] = len(arrived)
+            self.recvs[recv.id] = recv
+            self.replies[recv.id] = Reply(recv.sender, len(arrived))
+            if not arrived:
+                self.empty.append(recv.id)
             for number, anchor in enumerate(arrived):
                 if on_the_way is None or (recv.id, number) in on_the_way:
                     self._anchors[anchor] = (recv, number)
                 else:
                     self.unreached.append((recv, number))
-        for send in sends[len(self._sends) :]:
-            self._sends.append(send)
+        for send in new_sends:
+            self.sends[send.id] = send
             starts = self._starts_of(send)
             if starts:
                 region = self._region_of[send.id] = Region(send, starts)
@@ -238,8 +263,8 @@ class Plan:
 
     def still_holds(self) -> bool:
         """Whether all is as it was when it was added."""
-        for recv in self._recvs:
-            if len(recv.anchors) != self.sizes[recv.id]:
+        for id, recv in self.recvs.items():
+            if len(recv.anchors) != self.replies[id].open:
                 return False
         for leaf in self._frozen:
             if leaf.requires_grad:
@@ -248,9 +273,10 @@ class Plan:
             for leaf in region.leaves:
                 if not leaf.requires_grad:
                     return False
-        for send in self._sends:
-            for position in self.loose.get(send.id, ()):
-                end = send.ends[position]
+        for id, positions in self.loose.items():
+            ends = self.sends[id].ends
+            for position in positions:
+                end = ends[position]
                 if not end.requires_grad or end._backward_hooks is not None:
                     return False
         # The data of a leaf may have been exchanged.

@@ -8,15 +8,15 @@ before they come is with its `Prospects`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
 from torch import Tensor
 
 from gradwire.gradients.family import Family
-from gradwire.gradients.functions import NOTHING, OPEN, PASSED_ON, Gradient, Recv, Send
-from gradwire.gradients.graph import Anchor, Plan, Region, Root
+from gradwire.gradients.functions import NOTHING, OPEN, PASSED_ON, Gradient, Send
+from gradwire.gradients.graph import Anchor, Plan, Region, Reply, Root
 from gradwire.gradients.news import Answer, News, Shortcut, put_beside, take_from
 from gradwire.gradients.prospects import Prospects
 
@@ -34,23 +34,6 @@ class How(NamedTuple):
     for_inputs: bool = False
     #: How long it may take from now on; 0: for ever.
     seconds: float = 0.0
-
-
-class _Reply:
-    """The answer of a recv, while its gradients come in."""
-
-    __slots__ = ("alive", "gradients", "has_gradient", "open", "sender", "shortcut", "told")
-
-    def __init__(self, sender: int, size: int):
-        self.sender = sender
-        #: Which tensors gradients will come to, as far as known; whether the sender was told.
-        self.alive: set[int] = set()
-        self.told = False
-        self.open = size
-        self.gradients: list[Gradient] = [OPEN] * size
-        self.has_gradient = False
-        #: Which gradient the sender would send back as it is, and to which send of this worker.
-        self.shortcut: tuple[int, int] | None = None
 
 
 class Ledger:
@@ -97,8 +80,6 @@ class Ledger:
     def open(
         self,
         plan: Plan,
-        sends: Mapping[int, Send],
-        recvs: Mapping[int, Recv],
         known: set[int],
         wanted: Sequence[Tensor] = (),
         groups: Sequence[Group] = (),
@@ -106,18 +87,12 @@ class Ledger:
         """Take over a plan. `known` are the workers to tell, `wanted` the tensors whose gradients
         are asked for, if not all leaves are; `groups` have leaves among those of the plan."""
         self.plan = plan
-        self.sends = sends
-        self._recvs = recvs
+        self.sends, self.replies = plan.sends, plan.replies
         self._wanted = {id(tensor) for tensor in wanted} if wanted else ()
         self._groups = groups
-        self.replies: dict[int, _Reply] = {}
-        for message, recv in recvs.items():
-            size = plan.sizes.get(message)
-            if size:
-                self.replies[message] = _Reply(recv.sender, size)
-            else:  # what it carried could not be decoded, or not yet; or the context is released
-                self._post(recv.sender, message, None)
-        self._left = len(plan.regions) + len(self.replies) + len(sends)
+        for message in plan.empty:
+            self._post(self.replies.pop(message).sender, message, None)
+        self._left = len(plan.regions) + len(self.replies) + len(self.sends)
         for recv, position in plan.unreached:
             self.settle(recv.id, position, None)
         if self.me in known:
@@ -125,7 +100,8 @@ class Ledger:
             known.remove(self.me)
         self.family.untold = known
         for region in plan.regions:
-            self.consider(region)
+            if region.has_gradient:
+                self.consider(region)
         self.planned = True
         self._conclude()
 
@@ -176,7 +152,7 @@ class Ledger:
             source, position, _ = region.starts[0]
             recv, _ = region.anchors[0]
             assert type(source) is Send
-            if source.to == recv.sender == worker and self.plan.sizes[recv.id] == 1:
+            if source.to == recv.sender == worker and len(self.replies[recv.id].gradients) == 1:
                 region.bypassed = True
                 found.append((source.id, position, recv.id))
         return found
@@ -252,7 +228,7 @@ class Ledger:
     def _answer_unknown(self, sender: int, sends: Sequence[int]) -> None:
         """Sends that never got here have no gradients."""
         for id in sends:
-            if id not in self._recvs:
+            if id not in self.plan.recvs:
                 self._post(sender, id, None)
 
     def _post(self, to: int, id: int, gradients: list[Gradient] | None) -> None:
@@ -326,7 +302,7 @@ class Ledger:
                 self._take_shortcut(reply, *reply.shortcut)
             self._post(reply.sender, message, reply.gradients if reply.has_gradient else None)
 
-    def _take_shortcut(self, reply: _Reply, position: int, send: int) -> None:
+    def _take_shortcut(self, reply: Reply, position: int, send: int) -> None:
         """Keep the gradient that would come back, and go on with it."""
         gradient = reply.gradients[position]
         if gradient is not None:

@@ -35,7 +35,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -140,8 +140,8 @@ class Pass:
         if context.into_grad:
             self._wait_for_others_to_undo()
         if shares is None:
-            plan = context.take_plan()  # first: what is in it is among what follows
-            sends, recvs = dict(context.sends), dict(context.recvs)
+            plan = context.take_plan()
+            plan.add(context.sends, context.recvs)
             known = set(context.known)  # last: whom something was sent to is among them
         else:
             others = self._shares = dict(shares)
@@ -151,23 +151,21 @@ class Pass:
             recvs = {id: recv for id, recv in dict(context.recvs).items() if id in messages}
             known = set(others)
             plan = Plan(inputs, loose=True, on_the_way=share)
-        plan.add(list(sends.values()), list(recvs.values()))
+            plan.add(sends, recvs)
         plan.finish(roots)
         groups: Sequence[Group] = ()
         if all_groups := self._engine.groups():
-            groups = self._reached_of(all_groups, plan, sends.values())
+            groups = self._reached_of(all_groups, plan)
         with self._lock:
-            self._ledger.open(plan, sends, recvs, known, inputs, groups)
+            self._ledger.open(plan, known, inputs, groups)
             if self._changed is not None:
                 self._notify()
 
-    def _reached_of(
-        self, groups: Collection[Group], plan: Plan, sends: Iterable[Send]
-    ) -> Sequence[Group]:
+    def _reached_of(self, groups: Collection[Group], plan: Plan) -> Sequence[Group]:
         """Those of the worker's groups of leaves that this pass reaches."""
         if self._into_grad or self.how.for_inputs:
             return ()
-        ends = [send.ends[n] for send in sends for n in plan.loose.get(send.id, ())]
+        ends = [plan.sends[id].ends[n] for id, loose in plan.loose.items() for n in loose]
         leaves = [leaf for region in plan.regions for leaf in region.leaves]
         reached = {id(leaf) for leaf in [*leaves, *ends]}
         found = touched(groups, reached)
