@@ -131,9 +131,19 @@ def test_tensors_of_any_size_go_there_and_back(pair: list[Worker], size: int) ->
     assert torch.equal(sent, torch.arange(size, dtype=torch.float32))
 
 
-def test_large_values_without_tensors_travel_too(pair: list[Worker]) -> None:
-    value = {"bytes": bytes(range(256)) * 40_000, "list": list(range(50_000))}
-    assert pair[0].rpc_sync("worker1", echo, (value,)) == value
+def test_large_values_of_any_kind_go_there_and_back(pair: list[Worker]) -> None:
+    numpy = pytest.importorskip("numpy")
+    array = numpy.arange(300_000.0)
+    sent = [b"bytes" * 100_000, "text" * 50_000, array, list(range(50_000)), torch.ones(70_000)]
+    kept = []
+    for number in range(4):  # what arrived stays as it is when more comes
+        array[0] = number
+        kept.append(pair[0].rpc_sync("worker1", echo, (sent,)))
+    for number, arrived in enumerate(kept):
+        array[0] = number
+        assert [*map(str, arrived)] == [*map(str, sent)]
+        assert numpy.array_equal(arrived[2], array)
+        arrived[2][:] = 0  # it belongs to the receiver
 
 
 def test_many_tensors_in_one_call(pair: list[Worker]) -> None:

@@ -15,21 +15,24 @@ from gradwire.testing.transports import same_bytes
 from gradwire.transport.base import Frame
 from gradwire.transport.framing import (
     FORGET,
+    HEAD_BESIDE,
     MAX_ENTRIES,
     PREFIX,
     FrameReader,
-    memory_of,
     pack_prefix,
 )
+from gradwire.wire.tensors import memory_of
 
 LIMIT = 1 << 24
 
 
 def pack(frame: Frame) -> bytes:
     entries = [(len(buffer), 0) for buffer in frame.buffers]
-    return b"".join(
-        (pack_prefix(len(frame.head), entries), frame.head, *map(memory_of, frame.buffers))
-    )
+    buffers = [*map(memory_of, frame.buffers)]
+    if not frame.rest:
+        return b"".join((pack_prefix(len(frame.head), entries), frame.head, *buffers))
+    head = frame.whole_head()
+    return b"".join((pack_prefix(0, [*entries, (len(head), 0)], HEAD_BESIDE), *buffers, head))
 
 
 def feed(reader: FrameReader, data: bytes, sizes: Iterator[int]) -> list[Frame]:
@@ -46,7 +49,7 @@ def feed(reader: FrameReader, data: bytes, sizes: Iterator[int]) -> list[Frame]:
 
 
 def assert_same(arrived: Sequence[Frame], sent: Sequence[Frame]) -> None:
-    assert [bytes(frame.head) for frame in arrived] == [bytes(frame.head) for frame in sent]
+    assert [bytes(frame.head) for frame in arrived] == [frame.whole_head() for frame in sent]
     for frame, original in zip(arrived, sent, strict=True):
         assert len(frame.buffers) == len(original.buffers)
         assert all(map(same_bytes, frame.buffers, original.buffers))
@@ -62,12 +65,12 @@ sizes = st.one_of(st.integers(0, 40), st.integers(65_500, 65_600), st.integers(0
 
 @settings(max_examples=150, deadline=None)
 @given(
-    shapes=st.lists(st.tuples(sizes, st.lists(sizes, max_size=4)), max_size=6),
+    shapes=st.lists(st.tuples(sizes, st.lists(sizes, max_size=4), st.booleans()), max_size=6),
     largest=st.sampled_from([7, 100, 5_000, 65_536, 1 << 20]),
     seed=st.integers(0, 1 << 32),
 )
 def test_frames_survive_any_cut(
-    shapes: list[tuple[int, list[int]]], largest: int, seed: int
+    shapes: list[tuple[int, list[int], bool]], largest: int, seed: int
 ) -> None:
     bits = random.Random(seed)
     frames = [
@@ -77,8 +80,9 @@ def test_frames_survive_any_cut(
                 torch.frombuffer(bytearray(bits.randbytes(n) + b"."), dtype=torch.uint8)[:n]
                 for n in buffers
             ],
+            [b"the rest"] if in_pieces else (),
         )
-        for head, buffers in shapes
+        for head, buffers, in_pieces in shapes
     ]
     data = b"".join(map(pack, frames))
     if largest == 7 and len(data) > 100_000:
@@ -92,6 +96,7 @@ SOME = [
     Frame(b"", [torch.arange(10, dtype=torch.uint8)]),
     Frame(b"head", [torch.empty(0, dtype=torch.uint8), torch.ones(300, dtype=torch.uint8)]),
     Frame(bytes(1000)),
+    Frame(b"in ", [torch.ones(7, dtype=torch.uint8)], [b"three", b" pieces"]),
     Frame(b"last", [torch.empty(0, dtype=torch.uint8)]),
 ]
 
@@ -141,13 +146,28 @@ def test_forgotten_segments_are_reported_and_make_no_frame() -> None:
         PREFIX.pack(LIMIT + 1, 0, 0),
         PREFIX.pack(1 << 62, 0, 0),
         PREFIX.pack(0, MAX_ENTRIES + 1, 0),
-        PREFIX.pack(0, 0, 1),
+        PREFIX.pack(0, 0, 2),
+        PREFIX.pack(0, 0, HEAD_BESIDE),
+        pack_prefix(1, [(1, 0)], HEAD_BESIDE),
+        pack_prefix(0, [(FORGET, 1)], HEAD_BESIDE),
         pack_prefix(0, [(LIMIT + 1, 0)]),
         pack_prefix(0, [(LIMIT // 2, 0), (LIMIT // 2 + 1, 0)]),
         pack_prefix(0, [(FORGET - 1, 0)]),
         pack_prefix(0, [(10, 1)]),
     ],
-    ids=["head", "huge", "entries", "reserved", "buffer", "sum", "length", "segment"],
+    ids=[
+        "head",
+        "huge",
+        "entries",
+        "where",
+        "no head",
+        "two",
+        "gone",
+        "buffer",
+        "sum",
+        "length",
+        "segment",
+    ],
 )
 def test_what_is_beyond_the_limits_ends_the_connection(data: bytes) -> None:
     with pytest.raises(ConnectionClosed):

@@ -191,7 +191,7 @@ def test_a_note_survives_where_the_exception_does_not() -> None:
     add_note(error, "somewhere")
     codec = Codec()
     encoded = encode_exception(codec, error, "there")
-    found = decode_exception(codec, encoded.payload, encoded.buffers, "there")
+    found = decode_exception(codec, encoded.whole_payload(), encoded.buffers, "there")
     assert type(found) is ZeroDivisionError
     assert found.__notes__ == ["somewhere"]
     assert "somewhere" in str(found.__cause__)

@@ -27,7 +27,7 @@ def cross(value: Any) -> Any:
 
 def arrived(codec: Codec, encoded: Encoded) -> Any:
     buffers = [buffer.contiguous().clone().view(-1).view(torch.uint8) for buffer in encoded.buffers]
-    return codec.decode(encoded.payload, buffers)[0]
+    return codec.decode(encoded.whole_payload(), buffers)[0]
 
 
 def called(*args: Any, **kwargs: Any) -> None:
@@ -171,7 +171,7 @@ def _waits_for_an_import(thread: threading.Thread) -> bool:
 @pytest.mark.parametrize("text", ["x", b"x"])
 def test_a_long_text_is_sent_once(text: Any, length: int) -> None:
     long = text * length
-    assert len(Codec().encode([long] * 16).payload) < 2 * length
+    assert len(Codec().encode([long] * 16).whole_payload()) < 2 * length
     assert cross([long] * 16) == [long] * 16
 
 
@@ -179,7 +179,7 @@ def test_what_is_shared_deep_down_is_sent_once() -> None:
     deep: Any = ()
     for _ in range(60):
         deep = (deep, deep)
-    assert len(Codec().encode(deep).payload) < 1000
+    assert len(Codec().encode(deep).whole_payload()) < 1000
     nested: Any = 1
     for _ in range(200):
         nested = [nested]

@@ -30,7 +30,7 @@ def cross(value: Any, codec: Codec | None = None) -> Any:
     buffers = []
     for buffer in encoded.buffers:
         buffers.append(bits(buffer).clone())
-    return codec.decode(encoded.payload, buffers)[0]
+    return codec.decode(encoded.whole_payload(), buffers)[0]
 
 
 def bits(tensor: Tensor) -> Tensor:
@@ -55,7 +55,7 @@ def bytes_sent(tensor: Tensor) -> int:
     encoded = Codec().encode(tensor)
     if encoded.buffers:
         return sum(buffer.nbytes for buffer in encoded.buffers)
-    return len(encoded.payload) - 200  # less than any description takes
+    return len(encoded.whole_payload()) - 200  # less than any description takes
 
 
 @pytest.mark.filterwarnings("ignore:ComplexHalf")
@@ -257,7 +257,7 @@ def test_the_same_tensor_twice_is_sent_once_and_arrives_as_one(size: int) -> Non
     tensor = torch.ones(size, requires_grad=True)
     encoded = Codec().encode([tensor, {"again": tensor}])
     assert len(encoded.differentiable) == 1
-    assert len(encoded.payload) + sum(map(len, encoded.buffers)) < 2 * tensor.nbytes + 500
+    assert len(encoded.whole_payload()) + sum(map(len, encoded.buffers)) < 2 * tensor.nbytes + 500
     first, again = cross([tensor, {"again": tensor}])
     assert first is again["again"]
 
@@ -284,7 +284,7 @@ def test_both_sides_meet_tensors_that_require_gradients_in_the_same_order() -> N
         met.append(tensor)
         return tensor.detach()
 
-    value, _ = codec.decode(encoded.payload, buffers, arrive)
+    value, _ = codec.decode(encoded.whole_payload(), buffers, arrive)
     sizes = [3, LARGE, 7, LARGE + 1, 0, 9]
     assert [len(tensor) for tensor in encoded.differentiable] == sizes
     assert [len(tensor) for tensor in met] == sizes
@@ -299,7 +299,7 @@ def test_the_modes_of_the_decoding_thread_do_not_matter(size: int) -> None:
     encoded = codec.encode(value)
     buffers = [buffer.clone().view(-1).view(torch.uint8) for buffer in encoded.buffers]
     with torch.inference_mode(), torch.device("meta"):
-        arrived = codec.decode(encoded.payload, buffers)[0]
+        arrived = codec.decode(encoded.whole_payload(), buffers)[0]
     for tensor, sent in zip(arrived, value, strict=True):
         assert not tensor.is_inference()
         assert torch.equal(tensor.to_dense(), sent.to_dense())
@@ -330,7 +330,7 @@ def test_more_than_two_gigabytes_in_one_tensor_arrive() -> None:
         sent = torch.empty(size, dtype=torch.uint8)
         sent[0], sent[size // 2], sent[-1] = 1, 2, 3
         encoded = codec.encode(sent)
-        with Background(lambda: pair.caller.send(Frame(encoded.payload, encoded.buffers))):
+        with Background(lambda: pair.caller.send(Frame(encoded.whole_payload(), encoded.buffers))):
             (frame,) = take(pair.listener, 1)
         arrived, _ = codec.decode(memoryview(frame.head), frame.buffers)
         assert len(arrived) == size
@@ -361,7 +361,7 @@ def test_plain_values_and_the_tensors_beside_them_arrive_equal() -> None:
         arrived.append(tensor)
         return tensor
 
-    (value, got_tensors), _ = codec.decode(encoded.payload, buffers, arrive)
+    (value, got_tensors), _ = codec.decode(encoded.whole_payload(), buffers, arrive)
     assert value == said
     for got, sent in zip([*got_tensors, *arrived], [*tensors, *met], strict=True):
         assert got.requires_grad == sent.requires_grad
@@ -398,7 +398,7 @@ def test_a_tensor_crosses_a_real_connection() -> None:
     }
     with open_pair(MemoryNetwork(), EpollPoller) as pair:
         encoded = codec.encode(value)
-        pair.caller.send(Frame(encoded.payload, encoded.buffers))
+        pair.caller.send(Frame(encoded.whole_payload(), encoded.buffers))
         (frame,) = take(pair.listener, 1)
         arrived, _ = codec.decode(frame.head, frame.buffers)
     assert all(torch.equal(arrived[name].to_dense(), value[name].to_dense()) for name in value)
@@ -407,6 +407,6 @@ def test_a_tensor_crosses_a_real_connection() -> None:
 def test_a_small_view_keeps_its_strides() -> None:
     view = torch.arange(25.0).view(5, 5).narrow(1, 2, 2)
     encoded = Codec().encode(view)
-    arrived, _ = Codec().decode(encoded.payload, encoded.buffers)
+    arrived, _ = Codec().decode(encoded.whole_payload(), encoded.buffers)
     assert arrived.stride() == view.stride()
     assert arrived.equal(view)

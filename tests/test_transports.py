@@ -226,17 +226,22 @@ def test_unix_forgets_trimmed_segments_on_both_sides(unix: Pair) -> None:
 
 
 def test_unix_tells_of_trimmed_segments_with_the_next_buffers(unix: Pair) -> None:
-    """Where telling at once would block, because the socket is full."""
+    """Where telling at once would block, because the pipe is full."""
     del_me = _pass(unix, torch.arange(100_000))
     del del_me
-    with Background(lambda: unix.caller.send(Frame(bytes(8 << 20)))) as _:
+
+    def send() -> None:
+        for _ in range(20):
+            unix.caller.send(Frame(bytes(30_000)))
+
+    with Background(send):
         poll = select.poll()
         poll.register(unix.caller._fd, select.POLLOUT)  # type: ignore[attr-defined]
         while poll.poll(0):
             pass
         unix.caller.trim()
         unix.caller.trim()
-        take(unix.listener, 1)
+        take(unix.listener, 20)
     kept = _pass(unix, torch.arange(10_000))
     assert len(shared_memory()) == 1
     assert same_bytes(kept, torch.arange(10_000))
@@ -324,7 +329,8 @@ def test_a_forked_child_keeps_no_connection_open(
         with pytest.raises(ConnectionClosed):
             take(pair.listener, 1)
         with pytest.raises(ConnectionClosed):
-            pair.listener.send(Frame(bytes(10 << 20)))
+            for _ in range(400):
+                pair.listener.send(Frame(bytes(30_000)))
 
 
 def test_who_sends_to_a_forked_child_alone_is_told() -> None:

@@ -16,6 +16,8 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from gradwire.errors import EncodingError
 from gradwire.wire.messages import Kind, pack, peek, unpack
@@ -26,7 +28,7 @@ def cross(value: Any, codec: Codec | None = None) -> Any:
     codec = codec or Codec()
     encoded = codec.encode(value)
     buffers = [buffer.contiguous().clone().view(-1).view(torch.uint8) for buffer in encoded.buffers]
-    return codec.decode(encoded.payload, buffers)[0]
+    return codec.decode(encoded.whole_payload(), buffers)[0]
 
 
 @dataclasses.dataclass
@@ -189,8 +191,64 @@ def test_numpy_arrays_arrive(size: int) -> None:
     assert sent["plain"][0] == 0
 
 
-def test_pickle_buffers_of_users_travel_inside() -> None:
+def test_numpy_arrays_are_not_copied_into_the_payload() -> None:
+    numpy = pytest.importorskip("numpy")
+    array = numpy.ones(100_000)
+    encoded = Codec().encode({"array": array, "tensor": torch.zeros(100_000), "same": array})
+    assert len(encoded.whole_payload()) < 1000
+    assert [buffer.data_ptr() for buffer in encoded.buffers[1:]] == [array.ctypes.data]
+
+
+def test_what_is_read_only_arrives_so() -> None:
+    numpy = pytest.importorskip("numpy")
+    array = numpy.arange(100_000)
+    array.flags.writeable = False
+    [arrived] = cross([array])
+    assert numpy.array_equal(arrived, array)
+    assert not arrived.flags.writeable
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.lists(st.tuples(st.sampled_from("tabn"), st.sampled_from([0, 3, 5_000, 70_000]))))
+def test_large_things_keep_their_places(things: list[tuple[str, int]]) -> None:
+    """Tensors, arrays and bytes next to, and inside of, each other."""
+    numpy = pytest.importorskip("numpy")
+
+    def make(kind: str, size: int, number: int) -> Any:
+        if kind == "b":
+            return bytes([number]) * size
+        array = numpy.full(size, number, dtype="float32")
+        if kind == "a":
+            return array
+        tensor = torch.full((size,), float(number))
+        if kind == "t":
+            return tensor
+        parameter = torch.nn.Parameter(tensor)
+        parameter.attached = array, tensor + 1  # type: ignore[attr-defined]
+        return parameter
+
+    def as_text(thing: Any) -> str:
+        inside = [as_text(part) for part in getattr(thing, "attached", ())]
+        content = thing if isinstance(thing, bytes) else thing.tolist()
+        return f"{type(thing)} {content} {inside}"
+
+    sent = [make(kind, size, number % 100) for number, (kind, size) in enumerate(things)]
+    arrived = cross(cross(sent))
+    assert [*map(as_text, arrived)] == [*map(as_text, sent)]
+
+
+@pytest.mark.parametrize("kind", [bytes, bytearray])
+def test_what_is_long_leaves_as_it_is(kind: Any) -> None:
+    long = kind(b"x") * 200_000
+    encoded = Codec().encode([1, long, "and", long])
+    assert [piece is long for piece in encoded.rest].count(True) == 1
+    assert cross([1, long, "and", long]) == [1, long, "and", long]
+
+
+def test_pickle_buffers_of_users_travel() -> None:
     assert cross(pickle.PickleBuffer(b"data")) == b"data"
+    long = bytearray(b"x") * 200_000
+    assert bytes(cross(cross(pickle.PickleBuffer(long)))) == long
 
 
 # -- what cannot be sent
@@ -286,7 +344,7 @@ def test_closures_are_sent_by_value_when_asked_for(size: int) -> None:
     encoded = codec.encode_call(lambda x: local(x) + 1, (Local(),), {})
     assert len(encoded.differentiable) == 1  # shared by the function and the class
     buffers = [buffer.clone().view(torch.uint8) for buffer in encoded.buffers]
-    (func, args, _kwargs, *_), _ = codec.decode(encoded.payload, buffers)
+    (func, args, _kwargs, *_), _ = codec.decode(encoded.whole_payload(), buffers)
     assert func(2) == 2 * size + 1
     assert torch.equal(args[0].value, weights)
 
@@ -294,7 +352,7 @@ def test_closures_are_sent_by_value_when_asked_for(size: int) -> None:
 def test_closures_can_be_decoded_by_those_who_do_not_send_them() -> None:
     pytest.importorskip("cloudpickle")
     encoded = Codec(closures=True).encode(lambda: 42)
-    assert Codec().decode(encoded.payload)[0]() == 42
+    assert Codec().decode(encoded.whole_payload())[0]() == 42
 
 
 # -- types of rooms above
@@ -311,17 +369,17 @@ def test_a_taught_type_is_rebuilt_by_the_codec_that_decodes(key: Any) -> None:
 
     sender.teach(Stubborn, "stubborn", lambda _: "parts", lambda _: "never called here")
     receiver.teach(Stubborn, "stubborn", lambda _: "never called here", rebuild)
-    value, unsettled = receiver.decode(sender.encode({key: Stubborn()}).payload)
+    value, unsettled = receiver.decode(sender.encode({key: Stubborn()}).whole_payload())
     assert value == {key: "rebuilt parts"}
     assert unsettled == ["parts"]
     assert rebuilt == [receiver]
     one = Stubborn()
-    (first, second), _ = receiver.decode(sender.encode((one, one)).payload)
+    (first, second), _ = receiver.decode(sender.encode((one, one)).whole_payload())
     assert first is second
     with pytest.raises(EncodingError, match="decoded by a worker"):
         current_decoding()
     with pytest.raises(EncodingError, match="decoded by a worker"):
-        pickle.loads(sender.encode({1: Stubborn()}).payload)
+        pickle.loads(sender.encode({1: Stubborn()}).whole_payload())
 
 
 # -- messages

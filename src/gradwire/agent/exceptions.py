@@ -52,7 +52,7 @@ def encode_exception(codec: Codec, error: BaseException, where: str) -> Encoded:
         except Exception:
             continue
         # A pickle within a pickle: the summary can be read even where the class is unknown.
-        encoded = codec.encode((summary, inner.payload))
+        encoded = codec.encode((summary, inner.whole_payload()))
         encoded.buffers, encoded.passengers = inner.buffers, inner.passengers
         return encoded
     return codec.encode((summary, None))

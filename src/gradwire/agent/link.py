@@ -95,7 +95,7 @@ class Link:
         if not self._open:
             self.last_sign = time.monotonic()
         head = pack(call.kind, id, encoded.payload, tags, references=bool(passengers))
-        frame = Frame(head, encoded.buffers)
+        frame = Frame(head, encoded.buffers, encoded.rest)
         try:
             self._open[id] = call
             self._due(call.deadline)

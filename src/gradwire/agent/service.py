@@ -194,7 +194,7 @@ class Service:
     def send(self, request: Request, kind: Kind, encoded: Encoded, tags: Tags | None) -> None:
         references = bool(encoded.passengers)
         head = pack(kind, request.id, encoded.payload, tags, references=references)
-        frame = Frame(head, encoded.buffers)
+        frame = Frame(head, encoded.buffers, encoded.rest)
         try:
             if not self._inbox or not self._send_with_others(frame):
                 self._last_sent = time.perf_counter()

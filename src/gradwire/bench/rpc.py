@@ -80,6 +80,12 @@ def echoes(size: int, caller: Caller, count: int) -> list[float]:
     return seconds_each(lambda: caller.call(echo, args=(tensor,)), count, 2)
 
 
+def echoes_of_bytes(size: int, caller: Caller, count: int) -> list[float]:
+    """Of something that is no tensor."""
+    value = bytes(size)
+    return seconds_each(lambda: caller.call(echo, args=(value,)), count, 2)
+
+
 def bare_echoes(
     connect: Callable[[], tuple[socket.socket, socket.socket]], size: int, _tools: Any, count: int
 ) -> list[float]:
@@ -272,6 +278,13 @@ SUITE = Suite(
         echo_case(256 * MB, 4, 7, floor=over_copies(256), peers=True),
         COPIES[256],
         Case(
+            "echo of 1 MB, bytes that are no tensor",
+            partial(echoes_of_bytes, MB),
+            30,
+            partial(rate, 2 * MB),
+            peers=True,
+        ),
+        Case(
             "call of a function that does nothing, TCP",
             noop_calls,
             1000,
@@ -284,7 +297,7 @@ SUITE = Suite(
         Case(
             "echo of 16 MB, TCP",
             partial(echoes, 16 * MB),
-            10,
+            30,
             partial(rate, 2 * 16 * MB),
             1,
             contestants=TCP,

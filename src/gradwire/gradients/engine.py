@@ -232,7 +232,7 @@ class Engine:
         me = self.agent.info
         where = f'the backward pass on worker "{me.name}" (id {me.id}) raised:'
         encoded = encode_exception(self.agent.codec, error, where)
-        reason: Reason = (encoded.payload, encoded.buffers)
+        reason: Reason = (encoded.whole_payload(), encoded.buffers)
         with context.lock:
             if context.passes.pop(failed.id, None) is None:
                 return

@@ -195,7 +195,7 @@ class FaultyConnection:
 
     def _send_later(self, frame: Frame, seconds: float) -> None:
         # The sender may change its tensors as soon as `send` returns.
-        copy = Frame(bytes(frame.head), [buffer.detach().clone() for buffer in frame.buffers])
+        copy = Frame(frame.whole_head(), [buffer.detach().clone() for buffer in frame.buffers])
         timer = threading.Timer(seconds, self._send_quietly, (copy,))
         timer.daemon = True
         with self._timing:  # nobody can join one that has not started

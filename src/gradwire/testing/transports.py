@@ -53,7 +53,7 @@ def same_bytes(arrived: Tensor, sent: Tensor) -> bool:
 def _assert_same(arrived: Sequence[Frame], sent: Sequence[Frame]) -> None:
     for index, (frame, original) in enumerate(zip(arrived, sent, strict=True)):
         where = f"frame {index} of {len(sent)}"
-        assert bytes(frame.head) == bytes(original.head), (
+        assert bytes(frame.head) == original.whole_head(), (
             f"{where}: its head of {len(original.head)} bytes arrived changed or out of order"
         )
         assert len(frame.buffers) == len(original.buffers), (
@@ -124,6 +124,15 @@ def check_heads_may_be_any_bytes(open_pair: Open) -> None:
     with open_pair() as pair:
         kinds = (data, bytearray(data), memoryview(data), memoryview(data)[7:90])
         _assert_arrive(pair, [Frame(head) for head in kinds])
+
+
+def check_heads_in_pieces_arrive_whole(open_pair: Open) -> None:
+    bits = random.Random(2)
+    with open_pair() as pair:
+        for size in SIZES:
+            piece = bits.randbytes(size)
+            rest = (bytearray(piece), memoryview(piece)[: size // 2], b"", piece)
+            _assert_arrive(pair, [Frame(b"first", (), rest), Frame(b"", [torch.ones(3)], rest)])
 
 
 def check_buffers_of_every_size_arrive(open_pair: Open) -> None:
@@ -232,6 +241,17 @@ def check_receiver_may_change_its_tensors(open_pair: Open) -> None:
             first.buffers[0].fill_(7)
             assert bool((tensor == 1).all()), "the receiver wrote to the sender's tensor"
             assert same_bytes(second.buffers[0], tensor), "two received tensors share memory"
+
+
+def check_parts_of_heads_outlive_their_frames(open_pair: Open) -> None:
+    heads = [bytes([number]) * 100_000 for number in range(4)]
+    ends = []
+    with open_pair() as pair:
+        for head in heads:
+            with Background(partial(pair.caller.send, Frame(head))):
+                ends.append(memoryview(take(pair.listener, 1)[0].head)[-50_000:])
+        for end, head in zip(ends, heads, strict=True):
+            assert end == head[-50_000:], "the memory of a head was used again"
 
 
 def check_received_tensors_outlive_the_connection(open_pair: Open) -> None:
@@ -519,8 +539,8 @@ def check_close_ends_a_send_that_is_stuck(open_pair: Open) -> None:
 
         def send() -> None:
             try:
-                for _ in range(64):
-                    pair.caller.send(Frame(bytes(1 << 20)), stuck.set)
+                for _ in range(2_000):
+                    pair.caller.send(Frame(bytes(30_000)), stuck.set)
             except ConnectionClosed:
                 pass
             stuck.set()
@@ -547,6 +567,7 @@ CHECKS: list[Check] = [
     check_frames_arrive_in_order,
     check_heads_of_every_size_arrive,
     check_heads_may_be_any_bytes,
+    check_heads_in_pieces_arrive_whole,
     check_buffers_of_every_size_arrive,
     check_many_buffers_arrive,
     check_empty_buffers_arrive,
@@ -556,6 +577,7 @@ CHECKS: list[Check] = [
     check_frames_sent_before_a_close_arrive,
     check_sender_may_change_its_tensors,
     check_receiver_may_change_its_tensors,
+    check_parts_of_heads_outlive_their_frames,
     check_received_tensors_outlive_the_connection,
     check_tensors_are_ordinary_whatever_mode_the_threads_are_in,
     check_both_directions_and_many_threads_at_once,

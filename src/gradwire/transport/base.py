@@ -18,15 +18,22 @@ from torch import Tensor
 
 from gradwire.transport.poller import Poller
 
+Bytes = bytes | bytearray | memoryview
+
 
 class Frame:
-    """What travels. On arrival the buffers are flat tensors of bytes, owned by the receiver."""
+    """What travels. A long head may leave in pieces, with all but the first in `rest`, and arrives
+    as a whole. On arrival the buffers are flat tensors of bytes, owned by the receiver."""
 
-    __slots__ = ("buffers", "head")
+    __slots__ = ("buffers", "head", "rest")
 
-    def __init__(self, head: bytes | bytearray | memoryview, buffers: Sequence[Tensor] = ()):
+    def __init__(self, head: Bytes, buffers: Sequence[Tensor] = (), rest: Sequence[Bytes] = ()):
         self.head = head
         self.buffers = buffers
+        self.rest = rest
+
+    def whole_head(self) -> bytes:
+        return b"".join((self.head, *self.rest))
 
 
 class Address(NamedTuple):

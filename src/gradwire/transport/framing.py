@@ -1,11 +1,12 @@
 """Frames on a byte stream.
 
     frame  = prefix | table | head | bytes of the buffers that travel in the stream
-    prefix = length of head u64 | number of table entries u32 | 0 u32
+    prefix = length of head u64 | number of table entries u32 | where the head is u32
     table  = per buffer: length u64 | segment u64
 
 A segment of 0 means that the buffer's bytes follow in the stream; any other number names a piece
-of shared memory that holds them. An entry of length FORGET says that a segment is gone.
+of shared memory that holds them. An entry of length FORGET says that a segment is gone. A large
+head goes the way of buffers: it is the last of them (HEAD_BESIDE) and has no length of its own.
 
 `FrameReader` does no reading itself: it says where the next bytes go and turns them into frames.
 Large heads and buffers are received straight into the memory they will stay in.
@@ -13,7 +14,6 @@ Large heads and buffers are received straight into the memory they will stay in.
 
 from __future__ import annotations
 
-import ctypes
 import struct
 from collections.abc import Callable, Sequence
 
@@ -22,10 +22,12 @@ from torch import Tensor
 from gradwire.errors import ConnectionClosed
 from gradwire.transport.base import Frame
 from gradwire.transport.buffers import Buffers
+from gradwire.wire.tensors import memory_of
 
 PREFIX = struct.Struct("<QII")
 ENTRY = struct.Struct("<QQ")
 FORGET = (1 << 64) - 1
+HEAD_HERE, HEAD_BESIDE = 0, 1
 
 #: A frame's buffers are counted before any memory is set aside for them.
 MAX_ENTRIES = 1 << 20
@@ -36,17 +38,9 @@ _CHUNK = 1 << 16
 Entry = tuple[int, int]
 
 
-def memory_of(tensor: Tensor) -> memoryview:
-    """The bytes of a contiguous tensor, in place. Valid while the tensor lives."""
-    size = tensor.numel() * tensor.element_size()
-    if not size:
-        return memoryview(bytearray())
-    return memoryview((ctypes.c_ubyte * size).from_address(tensor.data_ptr())).cast("B")
-
-
-def pack_prefix(head_length: int, entries: Sequence[Entry]) -> bytes:
+def pack_prefix(head_length: int, entries: Sequence[Entry], head: int = HEAD_HERE) -> bytes:
     """What goes before the head."""
-    return PREFIX.pack(head_length, len(entries), 0) + b"".join(
+    return PREFIX.pack(head_length, len(entries), head) + b"".join(
         ENTRY.pack(length, segment) for length, segment in entries
     )
 
@@ -103,12 +97,12 @@ class FrameReader:
         frames: list[Frame] = []
         start = self._start
         while end - start >= _PREFIX_SIZE:
-            head_length, entries, zero = _unpack_prefix(self._chunk, start)
+            head_length, entries, where = _unpack_prefix(self._chunk, start)
             body = start + _PREFIX_SIZE
             after = body + head_length
-            if entries or zero or after > end or head_length > self._max_bytes:
+            if entries or where or after > end or head_length > self._max_bytes:
                 self._start, self._end = start, end
-                goes_on = self._parse_large(head_length, entries, zero, frames)
+                goes_on = self._parse_large(head_length, entries, where, frames)
                 start, end = self._start, self._end
                 if not goes_on:
                     break
@@ -123,14 +117,16 @@ class FrameReader:
             self._make_room(_PREFIX_SIZE)
         return frames
 
-    def _parse_large(self, head_length: int, count: int, zero: int, frames: list[Frame]) -> bool:
+    def _parse_large(self, head_length: int, count: int, where: int, frames: list[Frame]) -> bool:
         """Take a frame that has buffers, or is not all in the chunk. False when more bytes must
         come."""
-        if head_length > self._max_bytes or count > MAX_ENTRIES or zero:
+        if head_length > self._max_bytes or count > MAX_ENTRIES or where > HEAD_BESIDE:
             raise ConnectionClosed(
                 f"a frame claims {head_length} bytes and {count} buffers; "
                 f"the limit is {self._max_bytes} bytes"
             )
+        if where == HEAD_BESIDE and (head_length or not count):
+            raise ConnectionClosed("a frame has no head, or two")
         start, have = self._start, self._end - self._start
         body = start + _PREFIX_SIZE
         if not count:
@@ -147,6 +143,8 @@ class FrameReader:
         if sum(length for length, _ in entries if length != FORGET) > self._max_bytes:
             raise ConnectionClosed(f"a frame's buffers exceed the limit of {self._max_bytes} bytes")
         self._start_large(head_length, entries, start + table_end)
+        if where == HEAD_BESIDE:
+            self._take_head_from_buffers()
         return self._finish_large(frames)
 
     def _start_large(self, head_length: int, entries: Sequence[Entry], body: int) -> None:
@@ -178,6 +176,13 @@ class FrameReader:
                 self._unfilled.append(place[taken:])
         self._unfilled.reverse()
         self._large = Frame(head, buffers)
+
+    def _take_head_from_buffers(self) -> None:
+        assert self._large is not None
+        if not self._large.buffers:
+            raise ConnectionClosed("a frame has no head")
+        *buffers, head = self._large.buffers
+        self._large = Frame(memory_of(head), buffers)
 
     def _finish_large(self, frames: list[Frame]) -> bool:
         """Hand over the frame just started if the chunk held all of it."""

@@ -112,7 +112,7 @@ class MemoryConnection:
     def send(self, frame: Frame, blocked: Callable[[], object] | None = None) -> None:  # noqa: ARG002
         if self._closed or self._ended:
             raise ConnectionClosed("the connection is closed")
-        self.other.deliver(Frame(bytes(frame.head), [_copy(buffer) for buffer in frame.buffers]))
+        self.other.deliver(Frame(frame.whole_head(), [_copy(buffer) for buffer in frame.buffers]))
 
     def hold(self, frame: Frame) -> int:  # noqa: ARG002
         return 0  # sending is no more than putting it into a queue

@@ -15,8 +15,8 @@ import stat
 from collections.abc import Sequence
 
 from gradwire.errors import AuthenticationError
+from gradwire.transport.base import Bytes
 
-Bytes = bytes | bytearray | memoryview
 #: (where to read, where to write)
 Ends = tuple[int, int]
 

@@ -20,11 +20,13 @@ import socket
 import struct
 import threading
 import weakref
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from gradwire.errors import ConnectionClosed
+from gradwire.transport.base import Bytes
 
 #: Tensors from this size on travel in segments.
 SEGMENT_BYTES = 1 << 13
@@ -127,13 +129,17 @@ class _Segment:
         return self.memory[0] == 0
 
     def fill(self, tensor: Tensor) -> None:
-        self.memory[0] = 1
-        self.idle = False
         size = tensor.numel() * tensor.element_size()
         if tensor.is_contiguous():
             _copy(self._bytes.data_ptr(), tensor.data_ptr(), size)
         else:
             self._bytes[:size].view(tensor.dtype).view(tensor.shape).copy_(tensor.detach())
+
+    def fill_with(self, pieces: Sequence[Bytes]) -> None:
+        start = _HEADER
+        for piece in pieces:
+            self.memory[start : start + len(piece)] = piece
+            start += len(piece)
 
 
 class SegmentSender:
@@ -149,19 +155,31 @@ class SegmentSender:
 
     def put(self, tensor: Tensor) -> int:
         """Copy a tensor into a segment and return its number; 0 when there is none to be had."""
-        capacity = _capacity(tensor.numel() * tensor.element_size())
+        segment = self._take(tensor.numel() * tensor.element_size())
+        if segment is None:
+            return 0
+        segment.fill(tensor)
+        return segment.number
+
+    def put_pieces(self, pieces: Sequence[Bytes], size: int) -> int:
+        """The same with bytes, one piece after the other."""
+        segment = self._take(size)
+        if segment is None:
+            return 0
+        segment.fill_with(pieces)
+        return segment.number
+
+    def _take(self, size: int) -> _Segment | None:
+        """A segment that nobody uses."""
+        capacity = _capacity(size)
         with self._lock:
             segments = self._by_capacity.setdefault(capacity, [])
             # The one used last is the one still in the cache.
             segment = next((s for s in reversed(segments) if s.free), None)
             if segment is not None:
                 segment.memory[0] = 1
-        if segment is None:
-            segment = self._new(capacity)
-            if segment is None:
-                return 0
-        segment.fill(tensor)
-        return segment.number
+                segment.idle = False
+        return segment or self._new(capacity)
 
     def _new(self, capacity: int) -> _Segment | None:
         with self._lock:

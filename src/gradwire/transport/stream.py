@@ -13,22 +13,22 @@ from typing import Any, Protocol
 from torch import Tensor
 
 from gradwire.errors import ConnectionClosed
-from gradwire.transport.base import Frame, Greeting
+from gradwire.transport.base import Bytes, Frame, Greeting
 from gradwire.transport.eager import Eager
 from gradwire.transport.framing import (
     FORGET,
+    HEAD_BESIDE,
+    HEAD_HERE,
     PREFIX,
     Entry,
     FrameReader,
-    memory_of,
     pack_prefix,
 )
 from gradwire.transport.poller import Poller
+from gradwire.wire.tensors import memory_of
 
-Bytes = bytes | bytearray | memoryview
-
-#: Below this, joining the prefix and the head costs less than a second entry in the system call.
-_JOIN_BYTES = 1 << 15
+#: A head from this size on goes the way of buffers.
+_LARGE_HEAD = 1 << 16
 _MAX_PARTS = 512
 #: Something large comes in many pieces. To go and do other things between them takes longer than
 #: the pieces do, so whoever receives it stays with it for this long at a time, unless the next
@@ -110,12 +110,10 @@ class StreamConnection:
 
     def send(self, frame: Frame, blocked: Callable[[], object] | None = None) -> None:
         size = len(frame.head)
-        if size < _JOIN_BYTES and not frame.buffers:
+        if size < _LARGE_HEAD and not frame.buffers and not frame.rest:
             self._transmit([_pack_prefix(size, 0, 0) + frame.head], blocked)
-            return
-        parts, inline = self._parts(frame)
-        self._transmit(parts, blocked)
-        del inline  # till then: `parts` only points to it
+        else:
+            self._transmit(self._parts(frame), blocked)
 
     def _transmit(self, parts: list[Bytes], blocked: Callable[[], object] | None = None) -> None:
         if not self._writing.acquire(blocking=False):
@@ -131,7 +129,7 @@ class StreamConnection:
             self._end_writing()
 
     def hold(self, frame: Frame) -> int:
-        if frame.buffers or len(frame.head) >= _JOIN_BYTES or self._closed:
+        if frame.buffers or frame.rest or len(frame.head) >= _LARGE_HEAD or self._closed:
             return 0
         self._held.append(PREFIX.pack(len(frame.head), 0, 0) + frame.head)
         return len(self._held) or 1  # another thread may have sent them already
@@ -157,23 +155,35 @@ class StreamConnection:
         if self._closed:
             self._dispose()
 
-    def _parts(self, frame: Frame) -> tuple[list[Bytes], list[Tensor]]:
+    def _parts(self, frame: Frame) -> list[Bytes]:
+        """A frame as it goes into the stream, and what can be placed elsewhere there."""
         entries: list[Entry] = []
-        inline: list[Tensor] = []
+        inline: list[Bytes] = []
         for buffer in frame.buffers:
             size = buffer.numel() * buffer.element_size()
             segment = self._place(buffer, size)
             entries.append((size, segment))
             if not segment:
-                inline.append(buffer.contiguous())
+                inline.append(memory_of(buffer.contiguous()))
+        head: Bytes = frame.head
+        where = HEAD_HERE
+        if frame.rest or len(head) >= _LARGE_HEAD:
+            pieces = [head, *frame.rest]
+            size = sum(map(len, pieces))
+            segment = self._place_pieces(pieces, size)
+            entries.append((size, segment))
+            if not segment:
+                inline += pieces
+            head, where = b"", HEAD_BESIDE
         entries.extend((FORGET, segment) for segment in self._forgotten())
-        prefix = pack_prefix(len(frame.head), entries)
-        if not inline and len(frame.head) < _JOIN_BYTES:
-            return [prefix + frame.head], inline
-        return [prefix, frame.head, *map(memory_of, inline)], inline
+        return [pack_prefix(len(head), entries, where) + head, *inline]
 
     def _place(self, buffer: Tensor, size: int) -> int:  # noqa: ARG002
         """The segment that carries the buffer; 0 when it goes through the stream."""
+        return 0
+
+    def _place_pieces(self, pieces: Sequence[Bytes], size: int) -> int:  # noqa: ARG002
+        """The segment that carries these pieces, one after the other; 0 as above."""
         return 0
 
     def _forgotten(self) -> list[int]:

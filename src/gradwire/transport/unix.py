@@ -17,13 +17,13 @@ import os
 import secrets
 import select
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from torch import Tensor
 
 from gradwire.errors import AuthenticationError, ConnectionClosed
-from gradwire.transport.base import Address, Connection, Greeting
+from gradwire.transport.base import Address, Bytes, Connection, Greeting
 from gradwire.transport.framing import FORGET, FrameReader, pack_prefix
 from gradwire.transport.listening import (
     MAX_DESCRIPTORS,
@@ -146,6 +146,9 @@ class UnixConnection(StreamConnection):
 
     def _place(self, buffer: Tensor, size: int) -> int:
         return self._sender.put(buffer) if size >= self._segment_bytes else 0
+
+    def _place_pieces(self, pieces: Sequence[Bytes], size: int) -> int:
+        return self._sender.put_pieces(pieces, size) if size >= self._segment_bytes else 0
 
     def _forgotten(self) -> list[int]:
         return self._sender.take_forgotten()

@@ -117,6 +117,21 @@ def _array_at(size: int) -> Callable[[int], Any]:
 _arrays_at: dict[int, Callable[[int], Any]] = {}
 
 
+def memory_of(tensor: Tensor) -> memoryview:
+    """The bytes of a contiguous tensor, in place. Whatever uses them keeps the tensor alive."""
+    size = tensor.numel() * tensor.element_size()
+    if not size:
+        return memoryview(bytearray())
+    memory: Any = (ctypes.c_ubyte * size).from_address(tensor.data_ptr())
+    memory.owner = tensor
+    return memoryview(memory).cast("B")
+
+
+def over(memory: memoryview) -> Tensor:
+    """A tensor of bytes in memory that can be written to, in place."""
+    return _frombuffer(memory, dtype=torch.uint8)
+
+
 def rebuild(
     memory: bytearray | Tensor,
     code: int,

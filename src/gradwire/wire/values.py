@@ -1,7 +1,8 @@
 """Values as a payload and the buffers beside it.
 
 The payload is a pickle, but tensors are not pickled: a small one leaves its bytes in the stream, a
-large one leaves them out and travels as a buffer of its own. Plain values need no pickle at all.
+large one leaves them out and travels as a buffer of its own, and so does what is large in arrays of
+NumPy and whatever else can give its memory to a pickle. Plain values need no pickle at all.
 
 Rooms above teach a `Codec` to send types of their own (`teach`), and see the tensors of a value
 that require gradients in the order they were met, which is the same on both sides.
@@ -14,7 +15,7 @@ import io
 import marshal
 import pickle
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any, Protocol
 
@@ -49,11 +50,17 @@ _Parameter = torch.nn.Parameter
 class Encoded:
     """A value on its way out, and what came to light while it was encoded."""
 
-    __slots__ = ("buffers", "differentiable", "passengers", "payload")
+    __slots__ = ("buffers", "differentiable", "memories", "passengers", "payload", "rest")
 
     def __init__(self) -> None:
         self.payload = b""
+        #: More of the payload, if that is long: pieces, some of them parts of the value itself.
+        self.rest: Sequence[bytes] = ()
+        #: Of tensors, in the order they were met; then of other things, the last one first. (When a
+        #: value is read, tensors come later than what is in them.)
         self.buffers: list[Tensor] = []
+        #: The other things, while they are met.
+        self.memories: list[Tensor] = []
         #: The tensors of the value that require gradients, in the order they were met.
         self.differentiable: list[Tensor] = []
         #: Told where the message went, or None when it did not leave; rooms above put them here.
@@ -66,6 +73,18 @@ class Encoded:
         finally:
             _current.encoding = outer
 
+    def lay_aside(self, memory: pickle.PickleBuffer) -> bool:
+        """Have memory travel beside the pickle. False if it does; others may not be written to
+        where they arrive, or are small."""
+        raw = memory.raw()
+        if raw.readonly or len(raw) <= wire_tensors.INLINE_BYTES:
+            return True
+        self.memories.append(wire_tensors.over(raw))
+        return False
+
+    def whole_payload(self) -> bytes:
+        return b"".join((self.payload, *self.rest))
+
     def tell_passengers(self, where: WorkerInfo | None) -> None:
         """Tell them, once."""
         passengers, self.passengers = self.passengers, []
@@ -76,19 +95,21 @@ class Encoded:
 class Decoding:
     """What comes to light while a value is decoded."""
 
-    __slots__ = ("arrival", "buffers", "codec", "is_call", "unsettled")
+    __slots__ = ("_all_buffers", "_memories", "arrival", "buffers", "codec", "is_call", "unsettled")
 
     def __init__(
         self,
         codec: Codec,
-        buffers: Iterable[Tensor],
+        buffers: Sequence[Tensor],
         arrival: Callable[[Tensor], Tensor] | None,
         is_call: bool,
     ):
         #: The codec that decodes, for functions that rebuild a taught type.
         self.codec = codec
-        #: What was left out of the payload, in order.
+        #: What was left out of the payload, in the order of `Encoded.buffers`.
         self.buffers = iter(buffers)
+        self._all_buffers = buffers
+        self._memories: Iterator[pickle.PickleBuffer] | None = None
         #: What every tensor that requires gradients goes through, in the order the sender met them.
         self.arrival = arrival
         #: Whether the sender will get an answer.
@@ -97,7 +118,11 @@ class Decoding:
         self.unsettled: list[Any] = []
 
     def unpickle(self, payload: bytes | memoryview) -> Any:
-        return self._as_current(pickle.loads, payload)
+        if not self._all_buffers:
+            return self._as_current(pickle.loads, payload)
+        if self._memories is None:
+            self._memories = map(_memory_for_pickle, reversed(self._all_buffers))
+        return self._as_current(partial(pickle.loads, buffers=self._memories), payload)
 
     def read_parts(self, payload: bytes | memoryview) -> Any:
         """Undo what was done to a value that needs no pickle."""
@@ -139,6 +164,10 @@ class Decoding:
         if flags & _REQUIRES_GRAD and self.arrival is not None:
             tensor = self.arrival(tensor)
         return tensor
+
+
+def _memory_for_pickle(buffer: Tensor) -> pickle.PickleBuffer:
+    return pickle.PickleBuffer(wire_tensors.memory_of(buffer))
 
 
 class _Current(threading.local):
@@ -234,6 +263,13 @@ _known = pickle.Pickler(io.BytesIO(), 5)
 _known.memo = {id(_dense): (0, _dense)}
 
 
+class _Pieces(list[bytes]):
+    """A file for a pickler, which writes what is long as it is: here it is not copied."""
+
+    __slots__ = ()
+    write = list.append
+
+
 class Codec:
     """Encodes and decodes the values of one worker."""
 
@@ -275,26 +311,29 @@ class Codec:
         encoded = Encoded()
         try:
             if parts is None:
-                encoded.payload = self._pickle(value, encoded)
+                encoded.payload, *encoded.rest = self._pickle(value, encoded)
             else:
                 form, plain, things = parts
                 described = [self._describe(thing, encoded) for thing in things]
                 encoded.payload = marshal.dumps((form, plain, described), MARSHAL_VERSION)
+            if encoded.memories:
+                encoded.buffers += reversed(encoded.memories)
         except BaseException:
             encoded.tell_passengers(None)
             raise
         return encoded
 
-    def _pickle(self, value: Any, encoding: Encoded) -> bytes:
+    def _pickle(self, value: Any, encoding: Encoded) -> list[bytes]:
+        """A value as a pickle; in pieces if that is long."""
         # One pickler for each value. To use one again its memory has to be cleared, and if a tensor
         # that is freed lets go of the interpreter then, a thread that collects garbage crashes.
-        stream = io.BytesIO()
-        stream.write(_KNOWN)
-        pickler = self._pickler(stream, 5)
+        pieces = _Pieces()
+        pickler = self._pickler(pieces, 5, buffer_callback=encoding.lay_aside)
         pickler.dispatch_table = self._reducers
         pickler.memo = _known.memo
         encoding.as_current(pickler.dump, value)
-        return stream.getvalue()
+        pieces[0] = _KNOWN + pieces[0]
+        return pieces
 
     def _describe(self, thing: Any, encoding: Encoded) -> tuple[Any, ...] | list[Any] | bytes:
         """What goes beside a plain value, in plain words: a tuple for a tensor, a list for what
@@ -308,7 +347,7 @@ class Codec:
         elif type(thing) in self._taught:
             name, take_apart = self._taught[type(thing)]
             return [name, encoding.as_current(take_apart, thing)]
-        return self._pickle(thing, encoding)
+        return b"".join(self._pickle(thing, encoding))
 
     def _reduce_tensor(self, tensor: Tensor) -> Any:
         encoding = _current.encoding
@@ -345,7 +384,7 @@ class Codec:
     def decode(
         self,
         payload: bytes | memoryview,
-        buffers: Iterable[Tensor] = (),
+        buffers: Sequence[Tensor] = (),
         arrival: Callable[[Tensor], Tensor] | None = None,
         *,
         is_call: bool = False,

@@ -62,7 +62,7 @@ class _InternalRPCPickler:
         # References in it go with the message that is being written, and there must be one.
         for passenger in encoded.passengers:
             add_passenger(_Enclosed(passenger))
-        return encoded.payload, encoded.buffers
+        return encoded.whole_payload(), encoded.buffers
 
     def deserialize(self, payload: bytes, tensors: Sequence[Tensor]) -> Any:
         return _codec().decode(payload, tensors)[0]
