@@ -84,10 +84,20 @@ class LocalWorld:
         loss = loss_of(run_body(body, arguments, self))
         if not loss.requires_grad:
             return [None for _ in arguments]
-        inputs = [*arguments]
-        if not by_grad:  # a pass goes to all leaves, and runs the hooks on its way
-            inputs += _all_leaves(self._benches)
-        return list(torch.autograd.grad(loss, inputs, allow_unused=True)[: len(arguments)])
+        if by_grad:
+            return list(torch.autograd.grad(loss, arguments, allow_unused=True))
+        # A pass goes everywhere, and runs the hooks on its way: also to where `grad`, even if asked
+        # for all leaves, would not. What other passes have found does not count.
+        leaves = [*arguments, *_all_leaves(self._benches)]
+        before = [leaf.grad for leaf in leaves]
+        for leaf in leaves:
+            leaf.grad = None
+        try:
+            torch.autograd.backward([loss])
+            return [argument.grad for argument in arguments]
+        finally:
+            for leaf, gradient in zip(leaves, before, strict=True):
+                leaf.grad = gradient
 
 
 def run_locally(program: Program) -> Outcome:
