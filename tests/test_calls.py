@@ -135,6 +135,11 @@ def test_large_values_of_any_kind_go_there_and_back(pair: list[Worker]) -> None:
     numpy = pytest.importorskip("numpy")
     array = numpy.arange(300_000.0)
     sent = [b"bytes" * 100_000, "text" * 50_000, array, list(range(50_000)), torch.ones(70_000)]
+    sent += [
+        bytearray(100_000),
+        numpy.frombuffer(bytes(800_000)),
+        numpy.ones((300, 400), order="F"),
+    ]
     kept = []
     for number in range(4):  # what arrived stays as it is when more comes
         array[0] = number

@@ -113,6 +113,20 @@ def chain_with_a_loose_thread(call: Call, leaves: Leaves) -> Tensor:
     return call("worker1", first, (leaves.x * 3, unused))
 
 
+FACTOR = torch.tensor([3.0, 0.7], requires_grad=True)
+
+
+def beside_a_factor(x: Tensor) -> tuple[Tensor, Tensor]:
+    return x, FACTOR
+
+
+def chain_whose_end_is_known(call: Call, leaves: Leaves) -> Tensor:
+    """That no gradient comes to what goes back is known before the other worker is told."""
+    h = call("worker1", layer, (leaves.weight, leaves.weight)) * leaves.x
+    _, factor = call("worker1", beside_a_factor, (h,))
+    return leaves.x * factor
+
+
 MESSAGES = {
     chain: 1,
     chain_through_two_workers: None,
@@ -122,6 +136,7 @@ MESSAGES = {
     chain_with_two_results: None,
     chain_that_forks: None,
     chain_with_a_loose_thread: None,
+    chain_whose_end_is_known: None,
 }
 
 

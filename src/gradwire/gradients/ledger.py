@@ -152,7 +152,8 @@ class Ledger:
             source, position, _ = region.starts[0]
             recv, _ = region.anchors[0]
             assert type(source) is Send
-            if source.to == recv.sender == worker and len(self.replies[recv.id].gradients) == 1:
+            reply = self.replies.get(recv.id)
+            if reply and len(reply.gradients) == 1 and source.to == recv.sender == worker:
                 region.bypassed = True
                 found.append((source.id, position, recv.id))
         return found

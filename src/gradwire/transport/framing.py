@@ -38,9 +38,9 @@ _CHUNK = 1 << 16
 Entry = tuple[int, int]
 
 
-def pack_prefix(head_length: int, entries: Sequence[Entry], head: int = HEAD_HERE) -> bytes:
+def pack_prefix(head_length: int, entries: Sequence[Entry], where: int = HEAD_HERE) -> bytes:
     """What goes before the head."""
-    return PREFIX.pack(head_length, len(entries), head) + b"".join(
+    return PREFIX.pack(head_length, len(entries), where) + b"".join(
         ENTRY.pack(length, segment) for length, segment in entries
     )
 
@@ -120,12 +120,12 @@ class FrameReader:
     def _parse_large(self, head_length: int, count: int, where: int, frames: list[Frame]) -> bool:
         """Take a frame that has buffers, or is not all in the chunk. False when more bytes must
         come."""
-        if head_length > self._max_bytes or count > MAX_ENTRIES or where > HEAD_BESIDE:
+        if head_length > self._max_bytes or count > MAX_ENTRIES:
             raise ConnectionClosed(
                 f"a frame claims {head_length} bytes and {count} buffers; "
                 f"the limit is {self._max_bytes} bytes"
             )
-        if where == HEAD_BESIDE and (head_length or not count):
+        if where > HEAD_BESIDE or (where == HEAD_BESIDE and (head_length or not count)):
             raise ConnectionClosed("a frame has no head, or two")
         start, have = self._start, self._end - self._start
         body = start + _PREFIX_SIZE

@@ -20,7 +20,7 @@ import socket
 import struct
 import threading
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -138,7 +138,11 @@ class _Segment:
     def fill_with(self, pieces: Sequence[Bytes]) -> None:
         start = _HEADER
         for piece in pieces:
-            self.memory[start : start + len(piece)] = piece
+            if type(piece) is bytes:  # then nobody has to wait for it
+                source = ctypes.cast(ctypes.c_char_p(piece), ctypes.c_void_p).value or 0
+                _copy(self._bytes.data_ptr() + start - _HEADER, source, len(piece))
+            else:
+                self.memory[start : start + len(piece)] = piece
             start += len(piece)
 
 
@@ -155,18 +159,21 @@ class SegmentSender:
 
     def put(self, tensor: Tensor) -> int:
         """Copy a tensor into a segment and return its number; 0 when there is none to be had."""
-        segment = self._take(tensor.numel() * tensor.element_size())
-        if segment is None:
-            return 0
-        segment.fill(tensor)
-        return segment.number
+        return self._fill(tensor.numel() * tensor.element_size(), lambda s: s.fill(tensor))
 
     def put_pieces(self, pieces: Sequence[Bytes], size: int) -> int:
         """The same with bytes, one piece after the other."""
+        return self._fill(size, lambda s: s.fill_with(pieces))
+
+    def _fill(self, size: int, fill: Callable[[_Segment], None]) -> int:
         segment = self._take(size)
         if segment is None:
             return 0
-        segment.fill_with(pieces)
+        try:
+            fill(segment)
+        except BaseException:
+            segment.memory[0] = 0  # nobody will hear of it
+            raise
         return segment.number
 
     def _take(self, size: int) -> _Segment | None:

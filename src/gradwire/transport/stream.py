@@ -44,7 +44,8 @@ _CAN_GATHER = hasattr(socket.socket, "sendmsg")  # not on Windows
 
 
 class Stream(Protocol):
-    """What bytes go through: a socket that does not block, or something that is used like one."""
+    """What bytes go through: a socket that does not block, or something that is used like one. It
+    may take a moment before it says that there is no room."""
 
     def fileno(self) -> int: ...
 

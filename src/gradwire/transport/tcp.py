@@ -20,7 +20,8 @@ from gradwire.transport.stream import Stream, StreamConnection
 #: third less time than with what the system chooses, which is right for networks.
 _LOOPBACK_BUFFER = 256 << 10
 _ON_LINUX = platform.system() == "Linux"
-#: A millisecond: seconds and microseconds, as Linux has them.
+#: Seconds and microseconds, as Linux has them: a tick of its clock, which is 1 to 10 ms. (A leader
+#: that is held up is relieved before that.)
 _A_MOMENT = struct.pack("ll", 0, 1000)
 
 

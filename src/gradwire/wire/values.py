@@ -1,8 +1,8 @@
 """Values as a payload and the buffers beside it.
 
 The payload is a pickle, but tensors are not pickled: a small one leaves its bytes in the stream, a
-large one leaves them out and travels as a buffer of its own, and so does what is large in arrays of
-NumPy and whatever else can give its memory to a pickle. Plain values need no pickle at all.
+large one leaves them out and travels as a buffer of its own, and so does a large array of NumPy.
+Plain values need no pickle at all.
 
 Rooms above teach a `Codec` to send types of their own (`teach`), and see the tensors of a value
 that require gradients in the order they were met, which is the same on both sides.
@@ -14,6 +14,7 @@ import copyreg
 import io
 import marshal
 import pickle
+import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
@@ -43,6 +44,9 @@ class Passenger(Protocol):
         """The connection ended on which the call would have been answered."""
 
 
+#: Of a long payload: nobody can change it, or make it longer.
+Piece = bytes | memoryview
+
 _REQUIRES_GRAD = wire_tensors.REQUIRES_GRAD
 _Parameter = torch.nn.Parameter
 
@@ -53,9 +57,9 @@ class Encoded:
     __slots__ = ("buffers", "differentiable", "memories", "passengers", "payload", "rest")
 
     def __init__(self) -> None:
-        self.payload = b""
+        self.payload: Piece = b""
         #: More of the payload, if that is long: pieces, some of them parts of the value itself.
-        self.rest: Sequence[bytes] = ()
+        self.rest: Sequence[Piece] = ()
         #: Of tensors, in the order they were met; then of other things, the last one first. (When a
         #: value is read, tensors come later than what is in them.)
         self.buffers: list[Tensor] = []
@@ -73,11 +77,12 @@ class Encoded:
         finally:
             _current.encoding = outer
 
-    def lay_aside(self, memory: pickle.PickleBuffer) -> bool:
-        """Have memory travel beside the pickle. False if it does; others may not be written to
-        where they arrive, or are small."""
+    def stays_inside(self, memory: pickle.PickleBuffer) -> bool:
+        """Whether a pickle has to copy memory; else it travels beside. Only arrays do that: they do
+        not mind whose memory it is that they arrive in. (What is read-only torch does not take.)"""
         raw = memory.raw()
-        if raw.readonly or len(raw) <= wire_tensors.INLINE_BYTES:
+        array = getattr(sys.modules.get("numpy"), "ndarray", ())
+        if raw.readonly or len(raw) <= wire_tensors.INLINE_BYTES or not isinstance(raw.obj, array):
             return True
         self.memories.append(wire_tensors.over(raw))
         return False
@@ -109,7 +114,7 @@ class Decoding:
         #: What was left out of the payload, in the order of `Encoded.buffers`.
         self.buffers = iter(buffers)
         self._all_buffers = buffers
-        self._memories: Iterator[pickle.PickleBuffer] | None = None
+        self._memories: Iterator[memoryview] | None = None
         #: What every tensor that requires gradients goes through, in the order the sender met them.
         self.arrival = arrival
         #: Whether the sender will get an answer.
@@ -121,7 +126,7 @@ class Decoding:
         if not self._all_buffers:
             return self._as_current(pickle.loads, payload)
         if self._memories is None:
-            self._memories = map(_memory_for_pickle, reversed(self._all_buffers))
+            self._memories = map(wire_tensors.memory_of, reversed(self._all_buffers))
         return self._as_current(partial(pickle.loads, buffers=self._memories), payload)
 
     def read_parts(self, payload: bytes | memoryview) -> Any:
@@ -164,10 +169,6 @@ class Decoding:
         if flags & _REQUIRES_GRAD and self.arrival is not None:
             tensor = self.arrival(tensor)
         return tensor
-
-
-def _memory_for_pickle(buffer: Tensor) -> pickle.PickleBuffer:
-    return pickle.PickleBuffer(wire_tensors.memory_of(buffer))
 
 
 class _Current(threading.local):
@@ -263,11 +264,19 @@ _known = pickle.Pickler(io.BytesIO(), 5)
 _known.memo = {id(_dense): (0, _dense)}
 
 
-class _Pieces(list[bytes]):
-    """A file for a pickler, which writes what is long as it is: here it is not copied."""
+class _Pieces(list[Piece]):
+    """A file for a pickler, which writes what is long as it is: if that cannot change, it need not
+    be copied."""
 
     __slots__ = ()
-    write = list.append
+
+    def write(self, piece: bytes | bytearray | pickle.PickleBuffer) -> None:
+        if type(piece) is bytes:
+            self.append(piece)
+        elif type(piece) is pickle.PickleBuffer and (raw := piece.raw()).readonly:
+            self.append(raw)
+        else:
+            self.append(bytes(piece))
 
 
 class Codec:
@@ -318,21 +327,22 @@ class Codec:
                 encoded.payload = marshal.dumps((form, plain, described), MARSHAL_VERSION)
             if encoded.memories:
                 encoded.buffers += reversed(encoded.memories)
+                encoded.memories = []
         except BaseException:
             encoded.tell_passengers(None)
             raise
         return encoded
 
-    def _pickle(self, value: Any, encoding: Encoded) -> list[bytes]:
+    def _pickle(self, value: Any, encoding: Encoded) -> list[Piece]:
         """A value as a pickle; in pieces if that is long."""
         # One pickler for each value. To use one again its memory has to be cleared, and if a tensor
         # that is freed lets go of the interpreter then, a thread that collects garbage crashes.
         pieces = _Pieces()
-        pickler = self._pickler(pieces, 5, buffer_callback=encoding.lay_aside)
+        pickler = self._pickler(pieces, 5, buffer_callback=encoding.stays_inside)
         pickler.dispatch_table = self._reducers
         pickler.memo = _known.memo
         encoding.as_current(pickler.dump, value)
-        pieces[0] = _KNOWN + pieces[0]
+        pieces[0] = b"".join((_KNOWN, pieces[0]))
         return pieces
 
     def _describe(self, thing: Any, encoding: Encoded) -> tuple[Any, ...] | list[Any] | bytes:

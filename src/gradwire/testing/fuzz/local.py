@@ -6,6 +6,7 @@ sending means. Nothing of gradwire takes part.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -86,18 +87,26 @@ class LocalWorld:
             return [None for _ in arguments]
         if by_grad:
             return list(torch.autograd.grad(loss, arguments, allow_unused=True))
-        # A pass goes everywhere, and runs the hooks on its way: also to where `grad`, even if asked
-        # for all leaves, would not. What other passes have found does not count.
         leaves = [*arguments, *_all_leaves(self._benches)]
-        before = [leaf.grad for leaf in leaves]
-        for leaf in leaves:
-            leaf.grad = None
-        try:
-            torch.autograd.backward([loss])
-            return [argument.grad for argument in arguments]
-        finally:
-            for leaf, gradient in zip(leaves, before, strict=True):
-                leaf.grad = gradient
+        return _found_by_a_pass(loss, leaves)[: len(arguments)]
+
+
+def _found_by_a_pass(
+    loss: Tensor, leaves: Sequence[Tensor], *, create_graph: bool = False
+) -> list[Tensor | None]:
+    """A pass goes everywhere, and runs the hooks on its way: also to where `torch.autograd.grad`,
+    even if asked for all leaves, would not. What other passes have found does not count."""
+    before = [leaf.grad for leaf in leaves]
+    for leaf in leaves:
+        leaf.grad = None
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # torch fears for circles, which are undone below
+            torch.autograd.backward([loss], create_graph=create_graph)
+        return [leaf.grad for leaf in leaves]
+    finally:
+        for leaf, gradient in zip(leaves, before, strict=True):
+            leaf.grad = gradient
 
 
 def run_locally(program: Program) -> Outcome:
@@ -141,13 +150,14 @@ def _run_second_order(
     if not loss.requires_grad:
         return False
     every = _all_leaves(benches)
-    inputs = penalty_inputs(results, world, variant) if episode.order == "penalty" else every
     first: Sequence[Tensor | None] = ()
-    if inputs:
-        first = torch.autograd.grad(loss, inputs, create_graph=True, allow_unused=True)
     if episode.order == "penalty":
+        inputs = penalty_inputs(results, world, variant)
+        if inputs:
+            first = torch.autograd.grad(loss, inputs, create_graph=True, allow_unused=True)
         penalty = penalty_of(first, variant)
     else:
+        first = _found_by_a_pass(loss, every, create_graph=True)
         by_leaf = dict(zip(map(id, every), first, strict=True))
         penalty = torch.zeros((), dtype=torch.float64)
         for bench in benches:
