@@ -6,6 +6,7 @@ sending means. Nothing of gradwire takes part.
 
 from __future__ import annotations
 
+import copy
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -139,6 +140,7 @@ def _run_episode(episode: Episode, benches: list[Bench], outcome: Outcome) -> No
             outcome.differentiated = True
             retain = episode.at_once or number + 1 < len(episode.passes)
             torch.autograd.backward(roots, seeds, retain_graph=retain)
+            _part_workers(benches)
     outcome.results.append([result.detach() for result in results])
 
 
@@ -172,6 +174,16 @@ def _run_second_order(
                 gradient = gradient.detach()
                 leaf.grad = gradient if leaf.grad is None else leaf.grad + gradient
     return True
+
+
+def _part_workers(benches: list[Bench]) -> None:
+    """Torch may give the gradients of two leaves the same memory, and then adds to both whatever it
+    adds to one. Workers have no memory in common."""
+    for bench in benches:
+        leaves = bench.leaves().values()
+        gradients = copy.deepcopy([leaf.grad for leaf in leaves])
+        for leaf, gradient in zip(leaves, gradients, strict=True):
+            leaf.grad = gradient
 
 
 def _all_leaves(benches: list[Bench]) -> list[Tensor]:
