@@ -118,7 +118,7 @@ class Agent:
         self, peer: Peer, kind: Kind, subject: Any, encoded: Encoded, timeout: float
     ) -> Any:
         """Make a call and wait for its result."""
-        call = OpenCall(kind, subject, timeout)
+        call = OpenCall(kind, subject, peer.info, timeout)
         tags: Tags = {}
         link = self._let_leave(call, peer, encoded, tags)
         if tags:
@@ -143,9 +143,8 @@ class Agent:
         tags: Tags | None = None,
     ) -> Future[Any]:
         """Make a call; its result, or whatever goes wrong from here on, comes in a future."""
-        call = OpenCall(kind, subject, timeout)
-        future: Future[Any] = Future(call, f"{call.name} on worker {peer.info.name!r}")
-        call.future = future
+        call = OpenCall(kind, subject, peer.info, timeout)
+        future = call.future = Future(call, call)
         try:
             self._let_leave(call, peer, encoded, {} if tags is None else tags)
         except CallError as error:
@@ -191,10 +190,9 @@ class Agent:
         tags: Tags | None = None,
     ) -> Future[Any]:
         """Send an encoded message of the rooms above; the answer comes in a future."""
-        call = OpenCall(kind, subject, timeout)
         peer = self.peers.find(to)
-        future: Future[Any] = Future(call, f"{call.name} to worker {peer.info.name!r}")
-        call.future = future
+        call = OpenCall(kind, subject, peer.info, timeout)
+        future = call.future = Future(call, call)
         try:
             link = peer.link or self.peers.connect(peer, call.name, timeout)
             link.send(call, encoded, tags)
@@ -212,8 +210,8 @@ class Agent:
         tags: Tags | None = None,
     ) -> OpenCall:
         """Send an encoded message of the rooms above, to wait for its answer in `hear`."""
-        call = OpenCall(kind, subject, timeout)
         peer = self.peers.find(to)
+        call = OpenCall(kind, subject, peer.info, timeout)
         link = peer.link or self.peers.connect(peer, call.name, timeout)
         link.send(call, encoded, tags)
         return call

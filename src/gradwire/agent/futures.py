@@ -7,7 +7,6 @@ import contextvars
 import itertools
 import logging
 import weakref
-from collections import deque
 from collections.abc import Callable, Generator, Iterable
 from functools import partial
 from typing import Any, Generic, Protocol, TypeVar, cast
@@ -44,12 +43,13 @@ class Future(torch.futures.Future, Generic[T]):  # type: ignore[type-arg]
     _waiting: Waiting | None
     _failure: _Failure | None = None
 
-    def __init__(self, waiting: Waiting | None = None, name: str = "a call"):
+    def __init__(self, waiting: Waiting | None = None, name: object = "a call"):
         super().__init__()
         self._waiting = waiting
+        #: Made into text only for errors.
         self._name = name
-        self._callbacks: deque[Callable[[], None]] = deque()
-        self._hooks: deque[Callable[[], None]] = deque()
+        self._callbacks: list[Callable[[], None]] = []
+        self._hooks: list[Callable[[], None]] = []
         #: Empty once somebody completes it.
         self._open = [True]
 
@@ -190,11 +190,11 @@ def _check_callback(callback: Any) -> None:
         )
 
 
-def _run_all(callbacks: deque[Callable[[], None]]) -> None:
+def _run_all(callbacks: list[Callable[[], None]]) -> None:
     """Run and remove; several threads may do so at once, and each callback still runs once."""
     while callbacks:
         try:
-            callback = callbacks.popleft()
+            callback = callbacks.pop(0)
         except IndexError:
             return
         callback()

@@ -304,10 +304,10 @@ class Link:
     def _complete_answered(self) -> None:
         """Complete futures as long as this thread leads; the next leader goes on."""
         executor = self._executor
+        if not executor.leave_behind(self._complete_answered):
+            executor.post(self._complete_answered)
+            return
         while self._answered:
-            if not executor.leave_behind(self._complete_answered):
-                executor.post(self._complete_answered)
-                return
             self._complete_next()
             if not executor.leads() and not executor.stopped:
                 return

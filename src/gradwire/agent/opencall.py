@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from gradwire.agent.futures import Future
 from gradwire.errors import CallError
+from gradwire.ids import WorkerInfo
 from gradwire.transport.base import Frame
 from gradwire.wire.values import Passenger, call_name
 
@@ -34,10 +35,12 @@ class OpenCall:
         "reply",
         "subject",
         "timeout",
+        "to",
     )
 
-    def __init__(self, kind: int, subject: Any, timeout: float):
+    def __init__(self, kind: int, subject: Any, to: WorkerInfo, timeout: float):
         self.kind = kind
+        self.to = to
         #: What is called: a function, or a few words. Made into text only for errors.
         self.subject = subject
         #: In seconds; 0 means that the call may take for ever.
@@ -59,6 +62,9 @@ class OpenCall:
     @property
     def name(self) -> str:
         return self.subject if isinstance(self.subject, str) else call_name(self.subject)
+
+    def __str__(self) -> str:
+        return f"{self.name} on worker {self.to.name!r}"
 
     def finish(self) -> None:
         """Let those who wait for it go on."""

@@ -263,7 +263,7 @@ SUITE = Suite(
         Case(
             f"calls, {WINDOW} at a time",
             pipelined_calls,
-            3,
+            8,
             calls_per_second,
             1,
             aim=6,
