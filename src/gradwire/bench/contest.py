@@ -211,7 +211,9 @@ def _running(contestant: Contestant) -> Iterator[_Team]:
         try:
             for rank in range(contestant.processes):
                 line, theirs = spawn.Pipe()
-                place = environment(rank, contestant.processes, port, token)
+                place: dict[str, str] = {}
+                if contestant.processes > 1:  # else it may start others, which have their own
+                    place = environment(rank, contestant.processes, port, token)
                 process = spawn.Process(
                     target=_take_part, args=(contestant, rank, place, theirs), daemon=True
                 )
