@@ -18,6 +18,7 @@ import pytest
 import torch
 
 from gradwire.errors import ConnectionClosed, SetupError
+from gradwire.testing import transports
 from gradwire.testing.pairs import (
     CALLER,
     LISTENER,
@@ -34,7 +35,7 @@ from gradwire.testing.transports import CHECKS, CHECKS_AT_REST, Check, Open, sam
 from gradwire.transport.base import Connection, Frame
 from gradwire.transport.memory import MemoryNetwork
 from gradwire.transport.poller import EpollPoller, Poller, SelectorPoller
-from gradwire.transport.segments import SegmentReceiver, SegmentSender
+from gradwire.transport.segments import SEGMENT_BYTES, SegmentReceiver, SegmentSender
 from gradwire.transport.tcp import TcpTransport
 from gradwire.transport.unix import UnixConnection, UnixTransport
 
@@ -42,9 +43,9 @@ TOKEN = b"the group's secret"
 
 
 @contextlib.contextmanager
-def open_narrow_pair() -> Iterator[Pair]:
+def open_narrow_pair(segment_bytes: int = SEGMENT_BYTES) -> Iterator[Pair]:
     """With pipes as small as Linux makes them for users who have too many."""
-    with open_pair(UnixTransport(TOKEN), EpollPoller) as pair:
+    with open_pair(UnixTransport(TOKEN, segment_bytes=segment_bytes), EpollPoller) as pair:
         for end in (pair.caller, pair.listener):
             assert isinstance(end, UnixConnection)
             fcntl.fcntl(end._pipes.outgoing, fcntl.F_SETPIPE_SZ, 8192)
@@ -64,6 +65,22 @@ WAYS: dict[str, Open] = {
 @pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
 def test_every_transport_passes(check: Check, way: str) -> None:
     check(WAYS[way])
+
+
+@pytest.mark.parametrize(
+    "check",
+    [
+        transports.check_heads_of_every_size_arrive,
+        transports.check_heads_in_pieces_arrive_whole,
+        transports.check_parts_of_heads_outlive_their_frames,
+        transports.check_buffers_of_every_size_arrive,
+        transports.check_both_directions_and_many_threads_at_once,
+        transports.check_blocked_is_called_at_most_once_for_a_frame,
+    ],
+    ids=lambda check: check.__name__,
+)
+def test_all_goes_through_the_pipes_where_no_segments_are_to_be_had(check: Check) -> None:
+    check(lambda: open_narrow_pair(segment_bytes=1 << 40))
 
 
 @pytest.mark.parametrize("way", ["memory", "unix", "tcp"])

@@ -1,4 +1,5 @@
-"""Large tensors between processes of one machine: copied once, mapped by the receiver.
+"""Large tensors, and long heads, between processes of one machine: copied once, mapped by the
+receiver.
 
 The sender owns a *segment*: an anonymous, sealed piece of shared memory. It copies a tensor in and
 names the segment in a frame; the receiver's tensor lies over the same memory. When that tensor

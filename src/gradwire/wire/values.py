@@ -77,9 +77,10 @@ class Encoded:
         finally:
             _current.encoding = outer
 
-    def stays_inside(self, memory: pickle.PickleBuffer) -> bool:
-        """Whether a pickle has to copy memory; else it travels beside. Only arrays do that: they do
-        not mind whose memory it is that they arrive in. (What is read-only torch does not take.)"""
+    def take_memory(self, memory: pickle.PickleBuffer) -> bool:
+        """Have a large array travel beside the pickle. True, as picklers want it, if memory goes
+        into the pickle after all: what is small, what is read-only, which torch does not take, and
+        what is of other types, which may mind whose memory it is that they arrive in."""
         raw = memory.raw()
         array = getattr(sys.modules.get("numpy"), "ndarray", ())
         if raw.readonly or len(raw) <= wire_tensors.INLINE_BYTES or not isinstance(raw.obj, array):
@@ -338,7 +339,7 @@ class Codec:
         # One pickler for each value. To use one again its memory has to be cleared, and if a tensor
         # that is freed lets go of the interpreter then, a thread that collects garbage crashes.
         pieces = _Pieces()
-        pickler = self._pickler(pieces, 5, buffer_callback=encoding.stays_inside)
+        pickler = self._pickler(pieces, 5, buffer_callback=encoding.take_memory)
         pickler.dispatch_table = self._reducers
         pickler.memo = _known.memo
         encoding.as_current(pickler.dump, value)
