@@ -346,6 +346,39 @@ def test_an_answer_that_comes_too_late_does_not_keep_what_it_refers_to(trio: lis
     until(lambda: nothing_held(trio), "the value is gone")
 
 
+MADE = threading.Event()
+
+
+def make_when_it_is_time() -> Tensor:
+    assert MADE.wait(30)
+    return torch.ones(2)
+
+
+def test_a_value_that_is_made_after_its_context_ended_is_not_waited_for(trio: list[Worker]) -> None:
+    MADE.clear()
+    rref = rpc.remote("worker1", make_when_it_is_time)
+    with autograd.context() as context_id:
+        value = threading.Thread(target=contextvars.copy_context().run, args=(fetch, rref))
+        value.start()
+        until(lambda: trio[1].agent.served_calls() > 1, "the value was asked for")
+    until(lambda: trio[1].contexts.is_released(context_id), "the context has ended there too")
+    MADE.set()
+    value.join()
+    assert [ContextReleased] == FETCHED
+    assert trio[1].agent.served_calls() == 0
+
+
+FETCHED: list[Any] = []
+
+
+def fetch(rref: rpc.RRef[Tensor]) -> None:
+    FETCHED.clear()
+    try:
+        FETCHED.append(rref.to_here())
+    except GradwireError as error:
+        FETCHED.append(type(error))
+
+
 SENT: list[Tensor] = []
 
 

@@ -15,7 +15,7 @@ from gradwire.agent.peers import Peer
 from gradwire.agent.service import Request
 from gradwire.errors import EncodingError
 from gradwire.wire.messages import Kind, Tags
-from gradwire.wire.values import call_name
+from gradwire.wire.values import Encoded, call_name
 
 #: Set on functions that return a future of their result; see `gradwire.rpc.functions`.
 ASYNC_MARK = "_wrapped_async_rpc_function"
@@ -128,19 +128,21 @@ class Calls:
             fail(error, call_name(func))
 
     def answer(self, request: Request, value: Any) -> None:
-        """Send the result of a user call, tagged by the interceptors."""
+        """Send the result of a user call, tagged by the interceptors; if that cannot be, an error
+        that says why."""
+        tags: Tags = {}
+        encoded: Encoded | None = None
         try:
             encoded = self._agent.codec.encode(value)
-        except Exception as error:
-            request.fail(error, "sending the result")
-            return
-        tags: Tags = {}
-        try:
             for interceptor in self._agent.interceptors:
                 interceptor.answering(request, encoded.differentiable, tags)
-        except BaseException:
-            encoded.tell_passengers(None)
-            raise
+        except BaseException as error:
+            if encoded is not None:
+                encoded.tell_passengers(None)
+            request.fail(error, "sending the result")
+            if not isinstance(error, Exception):
+                raise
+            return
         request.answer_encoded(encoded, tags)
         if tags and request.service.is_idle:
             self._agent.do_ahead(tags)
