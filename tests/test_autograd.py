@@ -303,6 +303,43 @@ def test_a_failed_pass_leaves_no_gradients_and_can_be_tried_again(trio: list[Wor
         assert torch.equal(autograd.get_gradients(context_id)[x], torch.full((2,), 6.0))
 
 
+@pytest.mark.parametrize("into_grad", [False, True])
+def test_gradients_do_not_get_lost_in_another_context(trio: list[Worker], into_grad: bool) -> None:
+    x = torch.ones(2, requires_grad=True)
+    with autograd.context(into_grad):
+        y = rpc.rpc_sync("worker1", square, args=(x,))
+        with autograd.context(into_grad) as inner:
+            z = rpc.rpc_sync("worker1", square, args=(y * 2,))
+            with pytest.raises(RuntimeError, match="a pass of another context, has reached"):
+                autograd.backward(inner, [z.sum()])
+
+
+WEIGHT = torch.ones(2, requires_grad=True)
+
+
+def weigh(x: Tensor) -> Tensor:
+    return x * WEIGHT
+
+
+def count_gradients(context_id: int) -> int:
+    return len(autograd.get_gradients(context_id))
+
+
+def test_a_hook_may_ask_others_for_the_gradients_so_far(trio: list[Worker]) -> None:
+    x = torch.ones(2, requires_grad=True)
+    found = []
+    with autograd.context() as context_id:
+        h = x * 2
+        h.register_hook(
+            lambda _gradient: found.append(
+                rpc.rpc_sync("worker1", count_gradients, args=(context_id,))
+            )
+        )
+        autograd.backward(context_id, [rpc.rpc_sync("worker1", weigh, args=(h,)).sum()])
+        assert found == [0]  # none of a pass that has not ended
+        assert rpc.rpc_sync("worker1", count_gradients, args=(context_id,)) == 1
+
+
 @pytest.mark.parametrize("action", ["drop", "cut"])
 @pytest.mark.parametrize("kind", [Kind.BACKWARD_AUTOGRAD_REQ, Kind.PYTHON_RET])
 def test_lost_messages_end_the_pass(action: Any, kind: Kind) -> None:

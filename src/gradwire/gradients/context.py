@@ -192,10 +192,11 @@ class Context:
         return id in self._ended
 
     def has_succeeded(self, id: int) -> bool:
-        """Whether a pass has succeeded; waits for the end of one that is just ending."""
+        """Whether a pass has succeeded; waits for the end of one that is just ending. (Not of one
+        that goes on: it may be in the middle of what asks.)"""
         with self.lock:
             ending = self.passes.get(id)
-        if ending is not None:
+        if ending is not None and ending.finished:
             ending.wait_until_over()
         return id in self._ended and self._ended[id] is None
 

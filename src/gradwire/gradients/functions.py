@@ -25,7 +25,7 @@ import threading
 import weakref
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, ClassVar, Final, Literal, TypeAlias
+from typing import Any, Final, Literal, TypeAlias
 
 import torch
 from torch import Tensor
@@ -185,15 +185,15 @@ class Recv:
     def take(self, tensor: Tensor) -> Tensor:
         """One of its tensors, a leaf; gives the one that user code gets to see."""
         large = tensor.layout is _strided and tensor.nbytes > _SMALL_BYTES
+        # Now, while nobody else knows the node: torch may run it in several threads at a time.
+        hooks = _Hooks()
         if self._into_grad:
             arrived = _twin(tensor, large)
             anchor: Any = arrived.grad_fn
-            anchor.register_prehook(_run_anchor)
+            anchor.register_prehook(hooks.allow_to_run)
         else:
             arrived = _stop(tensor)
             anchor = arrived.grad_fn
-        # Now, while nobody else knows the node: torch may run it in several threads at a time.
-        hooks = _Hooks()
         arrived._backward_hooks = hooks
         anchor._register_hook_dict(arrived)
         self._hooks.append(hooks)
@@ -225,6 +225,13 @@ class _Hooks(dict[Any, Callable[[Any], Any]]):
 
     __slots__ = ("__weakref__",)
 
+    def allow_to_run(self, _gradients: Any) -> tuple[None]:
+        """Torch is about to run an anchor, behind which there is nothing. Only what watches it
+        takes what came there."""
+        if not any(type(task) is Task and task.is_current() for task in list(self)):
+            raise RuntimeError(_NOT_IN_ITS_CONTEXT)
+        return (None,)
+
 
 #: Told which tensor of which message has got which gradient.
 Deliver = Callable[[int, int, Gradient], None]
@@ -242,7 +249,6 @@ class Task:
     time: on other threads, or started by a hook in the middle of this one."""
 
     __slots__ = ("_number", "watched")
-    _under_way: ClassVar[set[int]] = set()
 
     def __init__(self) -> None:
         self._number = -1
@@ -260,19 +266,13 @@ class Task:
 
     def _begin(self, _gradients: Any) -> None:
         self._number = _current_task()
-        self._under_way.add(self._number)
 
     def end(self) -> None:
-        self._under_way.discard(self._number)
         for hooks in self.watched:
             hooks.pop(self, None)
 
     def is_current(self) -> bool:
         return _current_task() == self._number
-
-    @classmethod
-    def any_is_current(cls) -> bool:
-        return _current_task() in cls._under_way
 
 
 _current_task: Callable[[], int] = torch._C._current_graph_task_id
@@ -280,20 +280,14 @@ _current_task: Callable[[], int] = torch._C._current_graph_task_id
 _FIRST = 1 << 62
 
 
-_PLAIN_BACKWARD = (
-    "a plain backward() has reached a value that came from another worker. Call "
-    "gradwire.autograd.backward(context_id, [loss]) inside the context the value was computed in"
+_NOT_IN_ITS_CONTEXT = (
+    "a plain backward(), or a pass of another context, has reached a value that came from another "
+    "worker. Call gradwire.autograd.backward(context_id, [loss]) with the context in which the "
+    "value came; to use it elsewhere, detach() it"
 )
 #: Gives a tensor with the memory of the one it is called with, and a node behind it that refuses to
 #: run and says why.
-_stop: Callable[[Tensor], Tensor] = torch._C._functions.DelayedError(_PLAIN_BACKWARD, 1)
-
-
-def _run_anchor(_gradients: Any) -> tuple[None]:
-    """Torch runs an anchor, behind which there is nothing."""
-    if not Task.any_is_current():
-        raise RuntimeError(_PLAIN_BACKWARD)
-    return (None,)
+_stop: Callable[[Tensor], Tensor] = torch._C._functions.DelayedError(_NOT_IN_ITS_CONTEXT, 1)
 
 
 class Running(threading.local):
