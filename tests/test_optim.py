@@ -342,6 +342,59 @@ def test_the_parameters_own_gradients_stay(trio: list[Worker]) -> None:
     assert unused.grad.tolist() == [8.0, 8.0]
 
 
+SHARED = torch.ones(2, requires_grad=True)
+
+
+class Disturbed(optim.SGD):
+    """Somebody trains a parameter locally, in the middle of a step."""
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        (SHARED * 10).sum().backward()
+        super().step(closure)
+
+
+class Failing(optim.SGD):
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        raise ArithmeticError("no step")
+
+
+class Replacing(optim.SGD):
+    """Gives parameters new memory instead of changing what is there."""
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for parameter in self.param_groups[0]["params"]:
+            parameter.data = parameter.data - 0.5 * parameter.grad
+
+
+@pytest.mark.parametrize(
+    ("kind", "value", "gradient"),
+    [(Disturbed, 0.5, 10.0), (Failing, 1.0, None), (Replacing, 0.5, None)],
+)
+def test_a_step_keeps_to_the_gradients_of_its_context(
+    trio: list[Worker], kind: Any, value: float, gradient: float | None
+) -> None:
+    with torch.no_grad():
+        SHARED.fill_(1.0)
+    SHARED.grad = None
+    optimizer = DistributedOptimizer(kind, [rpc.RRef(SHARED)], lr=0.5)
+    with autograd.context() as context_id:
+        autograd.backward(context_id, [rpc.rpc_sync("worker1", torch.sum, (SHARED,))])
+        if kind is Failing:
+            with pytest.raises(Exception, match="no step"):
+                optimizer.step(context_id)
+        else:
+            optimizer.step(context_id)
+        assert autograd.get_gradients(context_id)[SHARED].tolist() == [1.0, 1.0]
+    assert SHARED.tolist() == [value, value]
+    found = SHARED.grad
+    assert (None if found is None else found.tolist()) == (gradient and [gradient, gradient])
+
+
+def test_only_leaves_can_be_optimized(trio: list[Worker]) -> None:
+    with pytest.raises(Exception, match="can't optimize a non-leaf Tensor"):
+        DistributedOptimizer(optim.SGD, [rpc.RRef(SHARED * 2)], lr=0.5)
+
+
 def test_a_context_without_gradients_changes_nothing(trio: list[Worker]) -> None:
     remote = Remote()
     optimizer = DistributedOptimizer(optim.SGD, remote.params, lr=0.1, weight_decay=0.1)

@@ -1,5 +1,10 @@
 """What a `DistributedOptimizer` has on each worker that owns parameters, and how parameters are
-changed there."""
+changed there.
+
+An optimizer of torch looks for gradients in `.grad`, which belongs to those who train locally, and
+who may be adding to it right now. So it is given stand-ins: tensors with a `.grad` of their own,
+which lie in the memory of the parameters while it steps.
+"""
 
 from __future__ import annotations
 
@@ -34,42 +39,84 @@ def make(
     kwargs: dict[str, Any],
 ) -> tuple[RRef[LocalOptimizer], dict[str, Any], list[Group]]:
     """Make an optimizer for parameters of this worker; tells its defaults and settings too."""
+    stand_ins = _StandIns()
     for group in groups:
-        group["params"] = [rref.local_value() for rref in group["params"]]
+        group["params"] = [stand_ins.get(rref.local_value()) for rref in group["params"]]
     params: list[Any] = groups
     if len(groups) == 1 and not settings_of(groups[0]):
         params = groups[0]["params"]  # as it was given; not every class knows groups
-    with making_optimizers:
-        optimizer = optimizer_class(params, *args, **kwargs)
-    current.worker().versions.track(parameters_of(optimizer))
+    try:
+        with making_optimizers:
+            optimizer = optimizer_class(params, *args, **kwargs)
+    finally:
+        stand_ins.step_down()
+    current.worker().versions.track(stand_ins.parameters)
     settings = [settings_of(group) for group in optimizer.param_groups]
-    return RRef(LocalOptimizer(optimizer)), optimizer.defaults, settings
+    return RRef(LocalOptimizer(optimizer, stand_ins)), optimizer.defaults, settings
 
 
-def parameters_of(optimizer: torch.optim.Optimizer) -> list[Tensor]:
-    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+class _StandIns:
+    """What an optimizer has in the place of parameters."""
+
+    def __init__(self) -> None:
+        self._by_parameter: dict[Tensor, Tensor] = {}
+        #: Those that are in the place of their parameters now.
+        self._up: list[tuple[Tensor, Tensor]] = []
+
+    @property
+    def parameters(self) -> list[Tensor]:
+        return list(self._by_parameter)
+
+    def get(self, parameter: Tensor) -> Tensor:
+        """The one for a parameter, in its memory."""
+        found = self._by_parameter.get(parameter)
+        if found is None:
+            if not parameter.is_leaf:
+                raise ValueError("can't optimize a non-leaf Tensor")
+            found = parameter.detach()
+            if isinstance(parameter, torch.nn.Parameter):
+                found = torch.Tensor._make_subclass(type(parameter), found)
+            found.requires_grad_(parameter.requires_grad)
+            found.__dict__.update(parameter.__dict__)  # some optimizers look for marks there
+            self._by_parameter[parameter] = found
+            self._up.append((parameter, found))
+        return found
+
+    def step_up(self, gradients: dict[Tensor, Tensor]) -> None:
+        """Take the places of the parameters, with these gradients."""
+        for parameter, stand_in in self._by_parameter.items():
+            stand_in.data = parameter.detach()
+            self._up.append((parameter, stand_in))
+            stand_in.grad = gradients.get(parameter)
+
+    def step_down(self) -> None:
+        """Let go of gradients and memory: who else is in that of a parameter keeps it in place."""
+        while self._up:
+            parameter, stand_in = self._up.pop()
+            stand_in.grad = None
+            if stand_in.data_ptr() != parameter.data_ptr():  # the optimizer has given it other
+                parameter.data = stand_in.detach()
+            stand_in.data = stand_in.new_empty(0)
 
 
 class LocalOptimizer:
     """The optimizer of one trainer for the parameters of this worker."""
 
-    def __init__(self, optimizer: torch.optim.Optimizer):
+    def __init__(self, optimizer: torch.optim.Optimizer, stand_ins: _StandIns):
         self._optimizer = optimizer
+        self._stand_ins = stand_ins
 
     def step(self, context_id: int, changes: list[Group]) -> None:
         gradients = autograd.get_gradients(context_id)  # before the lock: it may ask other workers
-        groups, parameters = self._optimizer.param_groups, parameters_of(self._optimizer)
-        with changing([parameter for parameter in parameters if parameter in gradients]):
+        groups, stand_ins = self._optimizer.param_groups, self._stand_ins
+        with changing([found for found in stand_ins.parameters if found in gradients]):
             for group, changed in zip(groups, changes, strict=True):
                 group.update(changed)
-            own_gradients = [parameter.grad for parameter in parameters]
             try:
-                for parameter in parameters:
-                    parameter.grad = gradients.get(parameter)
+                stand_ins.step_up(gradients)
                 self._optimizer.step()
             finally:
-                for parameter, gradient in zip(parameters, own_gradients, strict=True):
-                    parameter.grad = gradient
+                stand_ins.step_down()
 
     def state_dict(self) -> dict[str, Any]:
         with current.worker().versions.lock:
