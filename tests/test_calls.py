@@ -247,8 +247,10 @@ def test_the_original_exception_comes_back(pair: list[Worker]) -> None:
 
 
 def test_exceptions_unknown_here_keep_their_text(memory_pair: list[Worker]) -> None:
-    with pytest.raises(RemoteError, match="LocalError: from within"):
+    with pytest.raises(RemoteError, match="LocalError: from within") as caught:
         memory_pair[0].rpc_sync("worker1", raise_local)
+    assert "raise_local on worker 'worker1' raised" in str(caught.value)
+    assert (caught.value.worker, caught.value.call) == ("worker1", "raise_local")
 
 
 def test_exceptions_that_cannot_be_sent_keep_their_text(pair: list[Worker]) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import os
+import resource
 import select
 import socket
 import struct
@@ -236,6 +237,46 @@ def test_silent_guests_are_sent_away_when_their_time_is_up(house: House) -> None
     assert house.listener._guests  # not yet
     house.listener.trim(0.0)
     assert stranger.recv(1) == b""
+
+
+@contextlib.contextmanager
+def no_descriptor_free() -> Iterator[None]:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    lowest = os.dup(0)
+    os.close(lowest)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (lowest, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+def test_strangers_give_way_when_there_are_no_descriptors(house: House) -> None:
+    first = house.stranger()
+    drive(house.poller, lambda: house.listener._guests)
+    guests = set(house.listener._guests)
+    house.stranger()
+    with no_descriptor_free():
+        drive(house.poller, lambda: set(house.listener._guests) - guests, "the second is let in")
+    assert first.recv(1) == b""
+
+
+def test_a_listener_without_descriptors_rests_until_it_is_told_to_try_again(
+    house: House, caplog: pytest.LogCaptureFixture
+) -> None:
+    house.stranger()
+    with no_descriptor_free():
+        drive(house.poller, lambda: caplog.messages, "the warning")
+        house.poller.wake()
+        assert house.poller.next() is None, "it looks again though nothing has changed"
+        house.listener.trim()
+        settle(house.poller)
+        assert not house.listener._guests
+    house.listener.trim()
+    drive(house.poller, lambda: house.listener._guests, "the stranger is let in")
+    (warning,) = caplog.messages
+    assert "worker listener cannot accept connections" in warning
+    house.connect(house.transport, LISTENER)
 
 
 def test_a_crowd_of_strangers_does_not_keep_members_out(house: House) -> None:

@@ -195,6 +195,29 @@ def test_what_a_finished_worker_left_running_ends_with_it(program: Program) -> N
     assert all(map(ended, pids_in(out)))
 
 
+@pytest.mark.parametrize(
+    ("waitid", "exit_code", "said"),
+    [("del os.waitid", 0, ""), ("os.waitid = None", 1, "TypeError")],
+)
+def test_it_returns_where_ends_cannot_be_waited_for_as_usual(
+    program: Program, waitid: str, exit_code: int, said: str
+) -> None:
+    """On macOS before Python 3.13 there is no waitid; and if there were a fault, nobody waits for
+    ever for an end that is never told."""
+    script = program.write(
+        "import os, signal\nif os.fork() == 0:\n    print('pid', os.getpid())\n    signal.pause()\n"
+    )
+    command = f"import os, sys\n{waitid}\nimport gradwire.cli\nsys.exit(gradwire.cli.main())"
+    with program.start_python("-c", command, "run", "-n", "2", script) as launcher:
+        try:
+            out, err = launcher.communicate(timeout=SECONDS)
+        finally:
+            launcher.kill()
+    assert launcher.returncode == exit_code
+    assert said in err
+    assert all(map(ended, pids_in(out)))
+
+
 def test_a_worker_may_finish_before_the_others(program: Program) -> None:
     # Rank 1 goes on until the end of rank 0 closes the pipe between them.
     script = program.write(

@@ -7,20 +7,25 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import itertools
+import sys
 import threading
 from collections import deque
 from collections.abc import Iterator
+from types import FrameType
 from typing import Any
 
 import pytest
 
 from gradwire import current, rpc
+from gradwire.agent import link as link_module
 from gradwire.agent import service
 from gradwire.agent.link import Link
-from gradwire.errors import CallError, CallTimeout
+from gradwire.errors import CallError, CallTimeout, ShutDownError, WorkerLost
 from gradwire.refs.table import Owned, Table
 from gradwire.testing import cluster
 from gradwire.testing.workers import transports_named
+from gradwire.wire.messages import Kind
 from gradwire.worker import Worker
 from tests.processes import until
 
@@ -123,6 +128,17 @@ def test_a_shutdown_ends_what_is_tried_again_and_again(trio: list[Worker]) -> No
     thread.join(30)
     assert not thread.is_alive()
     trio[1].shutdown(graceful=False)
+
+
+def test_what_is_tried_again_says_whom_it_was_for(memory_pair: list[Worker]) -> None:
+    here, there = memory_pair
+    there.shutdown(graceful=False)
+    outcome = here.agent.insist(there.info, Kind.RREF_USER_DELETE, None)
+    here.shutdown(graceful=False)
+    error = outcome.exception()
+    assert isinstance(error, ShutDownError)
+    assert (error.worker, error.call) == ("worker1", "RREF_USER_DELETE")
+    assert "before worker 'worker1' had answered RREF_USER_DELETE" in str(error)
 
 
 # -- sending
@@ -311,3 +327,55 @@ def test_the_garbage_collector_may_send_references_while_the_table_is_changed(
     monkeypatch.setattr(Owned, "__init__", make_and_collect)
     assert table.get(0) is table.get(0)
     assert table.counts()[0] == 3
+
+
+# -- interrupts
+
+
+class Interrupt(BaseException):
+    """As Ctrl-C, at a moment of our choice."""
+
+
+def interrupt_at(moment: int) -> Any:
+    """A trace function that strikes before the so-manieth instruction of `Link`."""
+    left = itertools.count(moment, -1)
+
+    def trace(frame: FrameType, event: str, _arg: object) -> Any:
+        if frame.f_code.co_filename != link_module.__file__:
+            return None
+        frame.f_trace_opcodes = True
+        if event == "opcode" and next(left) == 0:
+            raise Interrupt
+        return trace
+
+    return trace
+
+
+@pytest.mark.parametrize("transport", ["memory", "unix"])
+def test_an_interrupt_of_who_waits_leaves_no_call_open(transport: str) -> None:
+    """Whatever it strikes, other calls end, the next one works, and nothing is held."""
+    with cluster(2, transports=transports_named(transport), graceful=False) as (caller, _):
+        interrupts = 0
+        for moment in itertools.count(0, 3):
+            others = [caller.rpc_async("worker1", max, (number, 1)) for number in range(3)]
+            rref = caller.rref("held")
+            sys.settrace(interrupt_at(moment))
+            try:
+                caller.rpc_sync("worker1", type(rref).owner_name, (rref,))
+                others[1].wait()
+            except Interrupt:
+                interrupts += 1
+            except WorkerLost:
+                pass  # the interrupt struck where it becomes the loss of a connection
+            else:
+                break
+            finally:
+                sys.settrace(None)
+            until(lambda others=others: all(f.done() for f in others), "the others have ended")
+            for future in others:
+                future.exception()
+            assert caller.rpc_sync("worker1", max, (1, 2)) == 2
+            del rref
+        assert interrupts > 100
+        until(lambda: not caller.agent.open_calls(), "no call is open")
+        until(lambda: not any(caller.refs.debug_info().values()), "nothing is held")

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 import os
 import signal
 import socket
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -16,6 +18,8 @@ import torch
 
 import gradwire
 from gradwire import current, rpc
+from gradwire.agent.farewell import Farewell
+from gradwire.agent.roster import LocalRoster
 from gradwire.errors import (
     CallError,
     SetupError,
@@ -24,7 +28,9 @@ from gradwire.errors import (
     WorkerLost,
 )
 from gradwire.ids import WorkerInfo
+from gradwire.testing import transports_named
 from gradwire.testing.pairs import open_descriptors
+from gradwire.worker import Worker
 from tests.processes import group, meeting_place, processes, run_group, until
 
 TIMEOUT = 30.0
@@ -181,6 +187,87 @@ def test_a_group_is_of_one_kind_and_names_are_unique() -> None:
                 gradwire.Worker("two", 1, 2, options)
 
 
+def names(worker: Worker) -> list[str]:
+    return [info.name for info in worker.worker_infos()]
+
+
+def test_a_worker_that_is_refused_takes_nothing_along() -> None:
+    with meeting_place() as place:
+        options = rpc.Options(init_method=place)
+        with gradwire.Worker("one", options=options) as one:
+            for _ in range(2):
+                with pytest.raises(SetupError, match="name 'one' is not unique"):
+                    gradwire.Worker("one", options=options)
+            with pytest.raises(SetupError, match=f"id {one.id} is not unique"):
+                gradwire.Worker("two", one.id, options=options)
+            with gradwire.Worker("two", options=options) as two:
+                assert two.rpc_sync("one", whoami) == "one"
+                assert names(two) == ["one", "two"]
+
+
+@pytest.mark.parametrize(("name", "id"), [("one", 2), ("three", 0)])
+def test_a_worker_that_is_refused_in_its_process_takes_nothing_along(name: str, id: int) -> None:
+    common: Any = {"roster": LocalRoster(), "transports": transports_named("memory")}
+    with gradwire.Worker("one", 0, **common), gradwire.Worker("two", 1, **common) as two:
+        with pytest.raises(SetupError, match="not unique"):
+            gradwire.Worker(name, id, **common)
+        assert two.rpc_sync("one", whoami) == "one"
+        assert names(two) == ["one", "two"]
+
+
+def test_a_killed_worker_comes_back_to_an_open_group() -> None:
+    with meeting_place() as place:
+        options = rpc.Options(init_method=place)
+
+        def serve() -> None:
+            gradwire.Worker("server", options=options)
+            linger()
+
+        with gradwire.Worker("client", options=options) as client:
+            gone = threading.Event()
+            client.agent.on_gone.append(lambda _info: gone.set())
+            with processes(serve) as (first,):
+                until(lambda: names(client) == ["client", "server"], "the server is there")
+                assert client.rpc_sync("server", pid) == first.pid
+                first.kill()
+                assert gone.wait(TIMEOUT)
+            with processes(serve) as (second,):
+                until(lambda: client.worker_infos()[-1].id == 2, "the server is there again")
+                assert client.rpc_sync("server", pid) == second.pid
+                assert names(client) == ["client", "server"], "and the first one is not any more"
+
+
+def test_a_frozen_worker_keeps_its_name() -> None:
+    with meeting_place() as place:
+        options = rpc.Options(init_method=place)
+
+        def serve() -> None:
+            gradwire.Worker("server", options=options)
+            linger()
+
+        with gradwire.Worker("client", options=options) as client, processes(serve) as (server,):
+            until(lambda: names(client) == ["client", "server"], "the server is there")
+            server.signal(signal.SIGSTOP)
+            with pytest.raises(SetupError, match=r"not unique.*frozen.*give this one another"):
+                gradwire.Worker("server", options=options)
+            server.signal(signal.SIGCONT)
+            assert client.rpc_sync("server", pid) == server.pid
+
+
+@pytest.mark.parametrize(
+    "option", ["rpc_timeout", "init_timeout", "heartbeat_interval", "heartbeat_limit"]
+)
+def test_what_is_no_time_is_refused(option: str) -> None:
+    for value in (math.nan, -1):
+        with pytest.raises(SetupError, match=r"negative|positive"):
+            rpc.Options(**{option: value})
+
+
+def test_a_timeout_that_is_no_time_is_refused(memory_pair: list[Worker]) -> None:
+    with pytest.raises(SetupError, match="it is nan"):
+        memory_pair[0].rpc_sync("worker1", pid, timeout=math.nan)
+
+
 def test_a_missing_worker_is_named_at_the_deadline() -> None:
     with meeting_place() as place:
         options = rpc.Options(init_method=place, init_timeout=0.3)
@@ -257,8 +344,15 @@ def running() -> int:
     """How many calls of `forever` run on this worker."""
     return sum(
         any(frame.f_code is forever.__code__ for frame in _frames(top))
-        for top in __import__("sys")._current_frames().values()
+        for top in sys._current_frames().values()
     )
+
+
+def is_parting() -> bool:
+    """Whether the main program of this worker waits for the others to be done."""
+    main = sys._current_frames()[threading.main_thread().ident or 0]
+    parting = Farewell.wait_for_everybody.__code__
+    return any(frame.f_code is parting for frame in _frames(main))
 
 
 def _frames(frame: Any) -> list[Any]:
@@ -426,6 +520,30 @@ def test_a_graceful_shutdown_goes_on_without_the_frozen(frozen: int) -> None:
     with group(3, body, shut_down=False, **options) as started:
         for rank in {0, 1, 2} - {frozen}:
             assert started[rank].result()
+
+
+def test_a_graceful_shutdown_waits_for_one_that_was_frozen() -> None:
+    def body(rank: int) -> str:
+        if rank == 1:
+            until(lambda: bool(rpc.rpc_sync("worker0", is_parting)), "the other one is done")
+            for _ in range(1000):
+                rpc.rpc_sync("worker0", echo, args=(1,))
+            rpc.shutdown(timeout=TIMEOUT)
+            return "all was done"
+        gone = threading.Event()
+        current.worker().agent.on_gone.append(lambda _info: gone.set())
+        other = rpc.rpc_sync("worker1", pid)
+        os.kill(other, signal.SIGSTOP)
+        with pytest.raises(WorkerLost, match="no sign of life"):
+            rpc.rpc_sync("worker1", pid, timeout=TIMEOUT)
+        assert gone.wait(TIMEOUT)
+        os.kill(other, signal.SIGCONT)
+        rpc.shutdown(timeout=TIMEOUT)
+        return "all was done"
+
+    options = {"heartbeat_interval": 0.1, "heartbeat_limit": 0.4}
+    with group(2, body, shut_down=False, **options) as started:
+        assert [process.result() for process in started] == ["all was done"] * 2
 
 
 def test_a_graceful_shutdown_ends_at_its_timeout() -> None:

@@ -23,8 +23,8 @@ TRANSPORTS = ("unix", "tcp")
 def seconds(timeout: float | timedelta) -> float:
     """A timeout in seconds, however it was given; 0 means for ever."""
     value = timeout.total_seconds() if isinstance(timeout, timedelta) else float(timeout)
-    if value < 0:
-        raise SetupError(f"a timeout must not be negative, it is {value}")
+    if not value >= 0:  # which NaN is not either
+        raise SetupError(f"a timeout must be a number and not negative, it is {value}")
     return value
 
 
@@ -63,7 +63,8 @@ class Options:
     init_timeout: float = 120.0
     #: Seconds of silence after which a peer that owes an answer is asked for a sign of life,
     heartbeat_interval: float = 5.0
-    #: and after which it is given up.
+    #: and after which it is given up: at the latest an interval later, which is how often all of
+    #: them are looked at.
     heartbeat_limit: float = 30.0
     #: No message larger than this is accepted.
     max_message_bytes: int = 1 << 40
@@ -78,6 +79,10 @@ class Options:
             raise SetupError(
                 "heartbeat_interval must be positive and no longer than heartbeat_limit, they are "
                 f"{self.heartbeat_interval} and {self.heartbeat_limit}"
+            )
+        if not self.init_timeout >= 0:
+            raise SetupError(
+                f"init_timeout must be a number and not negative, it is {self.init_timeout}"
             )
         unknown = [name for name in self.transports if name not in TRANSPORTS]
         if unknown or not self.transports:

@@ -171,18 +171,20 @@ class _Worker:
         threading.Thread(target=self._await_end, args=(pumps, events), daemon=True).start()
 
     def _await_end(self, pumps: list[threading.Thread], events: SimpleQueue[_Worker | int]) -> None:
-        if sys.platform != "win32":
-            # Not reaped yet: until then nobody else can get its number, which names its group.
-            os.waitid(os.P_PID, self.process.pid, os.WEXITED | os.WNOWAIT)
-            self.send(_KILL)
-        else:
-            self.process.wait()
-        with self._lock:
-            self.process.wait()
-            self._over = True
-        for pump in pumps:
-            pump.join(_LAST_OUTPUT_SECONDS)
-        events.put(self)
+        try:
+            if hasattr(os, "waitid"):
+                # Not reaped yet: until then nobody else can get its number, which names its group.
+                os.waitid(os.P_PID, self.process.pid, os.WEXITED | os.WNOWAIT)
+            else:  # on Windows, and on macOS before Python 3.13
+                self.process.wait()
+            self.send(_KILL)  # to what it had started
+            with self._lock:
+                self.process.wait()
+                self._over = True
+            for pump in pumps:
+                pump.join(_LAST_OUTPUT_SECONDS)
+        finally:
+            events.put(self)  # whatever happens: the main thread waits for this
 
     def send(self, signum: int) -> None:
         """Send a signal to the worker and all it has started."""

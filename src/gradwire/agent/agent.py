@@ -26,7 +26,7 @@ from gradwire.agent.interceptors import Interceptor
 from gradwire.agent.link import Link
 from gradwire.agent.opencall import OpenCall
 from gradwire.agent.peers import Peer, Peers
-from gradwire.agent.roster import Member, Roster
+from gradwire.agent.roster import Member, Roster, is_gone
 from gradwire.agent.service import Request, Service
 from gradwire.config import UNSET_TIMEOUT, Options, seconds
 from gradwire.errors import CallError, RemoteError, ShutDownError
@@ -105,8 +105,9 @@ class Agent:
         for transport in self._transports:
             self._listeners.append(transport.listen(me, self.poller, self._accepted))
         addresses = tuple(listener.address for listener in self._listeners)
-        self.member = Member(self.info, me.incarnation, addresses)
-        self.roster.join(self.member)
+        member = Member(self.info, me.incarnation, addresses)
+        self.roster.join(member, lambda other: is_gone(other, self._transports, me))
+        self.member = member
         # Calls that came in meanwhile are read only now, when this worker knows the others.
         self.executor.start()
         self.clock.start()
@@ -121,13 +122,13 @@ class Agent:
         call = OpenCall(kind, subject, peer.info, timeout)
         tags: Tags = {}
         link = self._let_leave(call, peer, encoded, tags)
-        if tags:
-            try:
+        try:
+            if tags:
                 self.do_ahead(tags)
-            except BaseException:  # an interrupt: nobody will wait for the answer
-                call.give_up()
-                raise
-        link.wait(call)
+            link.wait(call)
+        except BaseException:  # an interrupt: nobody will wait for the answer
+            call.give_up()
+            raise
         value, unsettled = self._open_reply(call)
         for future in unsettled:
             future.wait()
@@ -236,7 +237,7 @@ class Agent:
         call.reply = None  # the memory will belong to the value's tensors
         kind, _, tags, payload = unpack(reply.head)
         if kind == _EXCEPTION:
-            raise decode_exception(self.codec, payload, reply.buffers, link.to.name)
+            raise decode_exception(self.codec, payload, reply.buffers, link.to.name, call=call.name)
         try:
             return self.decode(payload, reply.buffers, link.to.id, tags)
         except Exception as error:
@@ -336,12 +337,13 @@ class Agent:
 
     # -- connections
 
-    def _make_link(self, peer: Peer, connection: Connection) -> Link:
+    def _make_link(self, peer: Peer, connection: Connection, call: str) -> Link:
         if self._closing:
             connection.close()
             raise ShutDownError(
                 f"this worker is shutting down and cannot call {peer.info.name!r}",
                 worker=peer.info.name,
+                call=call,
                 may_have_run=False,
             )
         return Link(

@@ -2,7 +2,7 @@
 
 An exception is not rebuilt by calling its class, since classes with unusual constructors would
 not survive that; it is made bare and given its state. What cannot be rebuilt at all becomes a
-`RemoteError` with the same text.
+`RemoteError` that names its type and has its text.
 """
 
 from __future__ import annotations
@@ -68,9 +68,14 @@ def detach(error: BaseException, where: str) -> BaseException:
 
 
 def decode_exception(
-    codec: Codec, payload: bytes | memoryview, buffers: Sequence[Tensor], worker: str
+    codec: Codec,
+    payload: bytes | memoryview,
+    buffers: Sequence[Tensor],
+    worker: str,
+    *,
+    call: str = "",
 ) -> BaseException:
-    """The exception again, ready to be raised."""
+    """The exception again, ready to be raised; `call` is what `worker` was called for."""
     ((name, text, trace), parts), _ = codec.decode(payload)
     error = None
     if parts is not None:
@@ -82,7 +87,8 @@ def decode_exception(
         except Exception:
             error = None  # its class is unknown here, or does not let itself be rebuilt
     if error is None:
-        error = RemoteError(f"{name}: {text}", worker=worker)
+        where = f"{call} on worker {worker!r} raised " if call else ""
+        error = RemoteError(f"{where}{name}: {text}", worker=worker, call=call)
     if isinstance(error, CallError):
         error.may_have_run = True  # what did not run is further away; what was called here did
     error.__cause__ = RemoteTraceback(trace)

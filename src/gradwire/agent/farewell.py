@@ -72,6 +72,10 @@ class Farewell:
         """Connect to everybody and watch them, so that the loss of any is noticed."""
         for peer in self._agent.peers.all():
             left = max(0.05, deadline - time.monotonic())
+            # It may have been frozen, and be back. This comes before its link is looked at: should
+            # that end just now, it is left out again.
+            with self._lock:
+                self._gone.discard(peer.info.id)
             try:
                 link = peer.link or self._agent.peers.connect(
                     peer, "shutting down together", min(left, 2.0)
@@ -91,6 +95,7 @@ class Farewell:
 
     def _take_report(self, request: Request) -> None:
         with self._lock:
+            self._gone.discard(request.caller.id)
             self._reports[request.caller.id] = (request.decode(), request)
         self._conclude()
 

@@ -77,14 +77,20 @@ class Future(torch.futures.Future, Generic[T]):  # type: ignore[type-arg]
             raise RuntimeError(
                 f"Future can only be marked completed once: that of {self._name} is done already"
             ) from None
-        if error is not None:
-            self._failure = _Failure(error)
-            # C++ callers, `torch.futures.wait_all` among them, look at the value through this too.
-            # They get no hold on the error itself: its traceback leads to frames that lead here,
-            # and the garbage collector does not see what C++ holds.
-            self._set_unwrap_func(partial(_raise_failure, weakref.ref(self._failure), repr(error)))
-            value = None
-        super().set_result(value)
+        try:
+            if error is not None:
+                self._failure = _Failure(error)
+                # C++ callers, `torch.futures.wait_all` among them, look at the value through this
+                # too. They get no hold on the error itself: its traceback leads to frames that lead
+                # here, and the garbage collector does not see what C++ holds.
+                unwrap = partial(_raise_failure, weakref.ref(self._failure), repr(error))
+                self._set_unwrap_func(unwrap)
+                value = None
+            super().set_result(value)
+        except BaseException:
+            if not self.done():  # an interrupt: somebody must be able to try again
+                self._open.append(True)
+            raise
         _run_all(self._hooks)
 
     def at_once(self, hook: Callable[[Future[T]], None]) -> None:

@@ -24,15 +24,15 @@ class Insistence:
         self._request = request
         self._clock = clock
         #: What was not answered yet.
-        self.open: set[Future[Any]] = set()
+        self.open: dict[Future[Any], tuple[WorkerInfo, Kind]] = {}
         self._stopped = False
 
     def send(self, to: WorkerInfo, kind: Kind, value: Any) -> Future[Any]:
         assert kind in RETRIED, f"{kind.name} must not be sent twice"
         outcome: Future[Any] = Future(None, f"{kind.name} to worker {to.name!r}")
         outcome.expect_failure()  # whoever needs the answer looks
-        self.open.add(outcome)
-        outcome.at_once(self.open.discard)
+        self.open[outcome] = (to, kind)
+        outcome.at_once(self._forget)
         self._try(outcome, to, kind, value, 0)
         return outcome
 
@@ -58,12 +58,20 @@ class Insistence:
         except Exception as error:
             outcome.set_exception(error)
 
+    def _forget(self, outcome: Future[Any]) -> None:
+        self.open.pop(outcome, None)
+
     def stop(self) -> None:
         """Send nothing again from now on."""
         self._stopped = True
 
     def give_up(self) -> None:
         """Nobody answers any more."""
-        for outcome in list(self.open):
+        for outcome, (to, kind) in self.open.copy().items():
+            error = ShutDownError(
+                f"this worker was shut down before worker {to.name!r} had answered {kind.name}",
+                worker=to.name,
+                call=kind.name,
+            )
             with contextlib.suppress(RuntimeError):  # it was answered this very moment
-                outcome.set_exception(ShutDownError("this worker was shut down"))
+                outcome.set_exception(error)

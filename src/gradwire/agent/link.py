@@ -17,8 +17,10 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from typing import Any
 
 from gradwire.agent.executor import Executor
+from gradwire.agent.futures import Future
 from gradwire.agent.opencall import FOREVER, OpenCall
 from gradwire.errors import CallError, CallTimeout, ConnectionClosed, ShutDownError, WorkerLost
 from gradwire.ids import WorkerInfo
@@ -32,6 +34,7 @@ from gradwire.wire.values import Encoded, Passenger
 #: make the calls.
 _MANY = 16
 _GATHER_SECONDS = 100e-6
+_INTERRUPTED = "a thread that was reading it was interrupted"
 #: Held while a call gets its gate: two threads must not make one each.
 _making_gates = threading.RLock()
 
@@ -65,6 +68,7 @@ class Link:
         #: in good order.
         self._late: dict[int, Sequence[Passenger]] = {}
         self._answered: deque[OpenCall] = deque()
+        self._to_call_back: deque[Future[Any]] = deque()
         self._armed = False
         self._flush_due = False
         #: The one-shot notice was used up, also that of the other end's going away.
@@ -142,6 +146,9 @@ class Link:
             self.connection.flush(self._executor.hand_over)
         except ConnectionClosed as closed:
             self.end(str(closed))
+        except BaseException:
+            self.end("a thread that was sending on it was interrupted")
+            raise
 
     def ask_for_sign(self) -> None:
         """Send a heartbeat. Whatever comes back is a sign of life."""
@@ -186,9 +193,15 @@ class Link:
                 else:
                     self._wait_at_gate(call)
         except BaseException:
-            # An interrupt can strike between taking the right to read and making a note of it.
-            if not self._caller_reads and not self.connection.is_readable_by_others():
-                self.end("a thread that was reading it was interrupted")
+            if call.is_own and call.future is not None and not call.future.done():
+                self._answered.append(call)
+            if self._answered:
+                self._executor.post(self._complete_answered)
+            if self.connection.stop_reading():
+                self._caller_reads = False
+                self.end(_INTERRUPTED)
+            elif not self._caller_reads and (self._open or self._late):
+                self._arm()  # others count on being read for
             raise
         finally:
             if aside:
@@ -212,23 +225,40 @@ class Link:
                 elif left <= 0:
                     self._expire(call)
         finally:
-            self._caller_reads = False
-            self.connection.end_reading()
-            # Those who came meanwhile saw that somebody reads, and count on being read for.
-            if self._open or self._late:
-                self._arm()
-            elif self._event_spent:
-                self._rest()
-            if call.future is not None and call.reply is not None and not call.finished:
-                self._finish_own(call)
+            try:
+                self._caller_reads = False
+                self.connection.end_reading()
+                # Those who came meanwhile saw that somebody reads, and count on being read for.
+                if self._open or self._late:
+                    self._arm()
+                elif self._event_spent:
+                    self._rest()
+            finally:  # whatever interrupts: nobody else would
+                if call.is_own and not call.finished:
+                    self._finish_own(call)
 
     def _finish_own(self, call: OpenCall) -> None:
         """Complete the future that this very thread waits for."""
         future = call.future
-        self._finish(call)
-        if future is not None and future.has_callbacks:
-            # Not here: who waits may hold what they need.
-            self._executor.post(future.run_callbacks)
+        try:
+            self._finish(call)
+        finally:
+            if future is not None and future.has_callbacks:
+                # Not here: who waits may hold what they need.
+                self._call_back_later(future)
+
+    def _call_back_later(self, future: Future[Any]) -> None:
+        self._to_call_back.append(future)
+        self._executor.post(self._call_back)
+
+    def _call_back(self) -> None:
+        """Run the callbacks of futures that were completed by those who waited for them."""
+        while self._to_call_back:
+            try:
+                future = self._to_call_back.popleft()
+            except IndexError:
+                return  # another thread was faster
+            future.run_callbacks()
 
     def _wait_at_gate(self, call: OpenCall) -> None:
         """Wait while another thread reads, or settles this call."""
@@ -250,31 +280,49 @@ class Link:
 
     def _receive(self, mine: OpenCall | None) -> bool:
         """Take what has arrived; True when the answer to `mine` was there. For the reader."""
+        found = False
+        call: OpenCall | None = None
         try:
             frames = self.connection.receive()
+            self.last_sign = time.monotonic()
+            self.asked_at = None
+            for frame in frames:
+                kind, call_id = peek(frame.head)
+                call = self._open.get(call_id)
+                if call is None or self._open.pop(call_id, None) is None:
+                    # It is too late for its deadline, or a sign of life.
+                    call = None
+                    self.farewell |= kind == Kind.FAREWELL
+                    self._tell_answered(self._late.pop(call_id, ()))
+                    self._absorb(frame)
+                    continue
+                if call.passengers:
+                    self._tell_answered(call.passengers)
+                call.reply = frame
+                found |= call is mine
+                self._hand_on(call, mine)
         except ConnectionClosed as closed:
             self.end(str(closed))
-            return False
-        self.last_sign = time.monotonic()
-        self.asked_at = None
-        found = False
-        for frame in frames:
-            kind, call_id = peek(frame.head)
-            call = self._open.pop(call_id, None)
-            if call is None:  # too late for its deadline, or a sign of life
-                self.farewell |= kind == Kind.FAREWELL
-                self._tell_answered(self._late.pop(call_id, ()))
-                self._absorb(frame)
-                continue
-            if call.passengers:
-                self._tell_answered(call.passengers)
-            call.reply = frame
-            found |= call is mine
-            if call.future is None:
-                call.finish()
-            elif call is not mine:
-                self._answered.append(call)
+        except BaseException:  # an interrupt: answers are lost
+            if call is not None and call.id not in self._open and call.error is None:
+                # This one may be in nobody's hands.
+                if call.reply is None:
+                    self._open[call.id] = call
+                elif not call.finished and call not in self._answered:
+                    self._hand_on(call, mine)
+            self.end(_INTERRUPTED)
+            raise
         return found
+
+    def _hand_on(self, call: OpenCall, mine: OpenCall | None) -> None:
+        """Give the answer of a call to whoever waits for it, or see to it that its future is
+        completed."""
+        if call.future is None:
+            call.finish()
+        elif call is mine:
+            call.is_own = True
+        else:
+            self._answered.append(call)
 
     def _tell_answered(self, passengers: Sequence[Passenger]) -> None:
         for passenger in passengers:
@@ -406,6 +454,7 @@ class Link:
         """Complete what is settled, here and now: the executor does not any more."""
         while self._answered:
             self._complete_next()
+        self._call_back()
 
     def _complete_next(self) -> None:
         """Complete a future whose call was settled, and run its callbacks."""

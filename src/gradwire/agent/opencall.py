@@ -29,6 +29,7 @@ class OpenCall:
         "future",
         "gate",
         "id",
+        "is_own",
         "kind",
         "link",
         "passengers",
@@ -51,6 +52,8 @@ class OpenCall:
         self.passengers: Sequence[Passenger] = ()
         #: None for a synchronous call: its thread takes the reply as it is.
         self.future: Future[Any] | None = None
+        #: The thread that waits for the future has read the answer, and completes it itself.
+        self.is_own = False
         self.link: Link | None = None
         self.reply: Frame | None = None
         self.error: CallError | None = None

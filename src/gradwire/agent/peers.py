@@ -40,7 +40,7 @@ class Peers:
         self,
         roster: Roster,
         transports: Sequence[Transport],
-        make_link: Callable[[Peer, Connection], Link],
+        make_link: Callable[[Peer, Connection, str], Link],
         patience: float,
     ):
         self._roster = roster
@@ -105,7 +105,7 @@ class Peers:
             link = peer.link
             if link is None:
                 connection = self._open(peer, call, deadline, timeout)
-                link = self._make_link(peer, connection)
+                link = self._make_link(peer, connection, call)
                 with self._lock:  # it may have been forgotten when another attempt failed
                     self._by_id[peer.info.id] = self._by_name[peer.info.name] = peer
                     peer.link = link

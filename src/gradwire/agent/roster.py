@@ -6,18 +6,22 @@ and finds those of the others. The workers of one process can share a `LocalRost
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import secrets
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, Protocol
 
-from gradwire.errors import SetupError
+from gradwire.errors import AuthenticationError, SetupError
 from gradwire.ids import WorkerInfo
-from gradwire.transport.base import Address
+from gradwire.transport.base import Address, Greeting, Transport
+
+#: How long a worker may take to show that it is still there.
+_PROBE_SECONDS = 2.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,16 +44,37 @@ class Member:
         return cls(WorkerInfo(name, id), incarnation, tuple(Address(*a) for a in addresses))
 
 
+def is_gone(member: Member, transports: Sequence[Transport], me: Greeting) -> bool:
+    """Whether nobody listens any more where a member did. One that does not answer, or cannot be
+    reached from here, may still be there."""
+    them = Greeting(member.info.id, member.info.name, member.incarnation)
+    refusals = 0
+    for address in member.addresses:
+        for transport in transports:
+            if transport.name == address.transport:
+                try:
+                    transport.connect(address.place, me, them, _PROBE_SECONDS).close()
+                    return False
+                except ConnectionRefusedError:
+                    refusals += 1
+                except (OSError, AuthenticationError):
+                    return False
+    return refusals > 0
+
+
 class Roster(Protocol):
     """The list of a group's members."""
 
     #: Whether the group has a fixed size, so that its members can wait for one another.
     fixed: bool
 
-    def join(self, member: Member) -> None:
-        """Add this worker; in a group of fixed size, return when everybody is there."""
+    def join(self, member: Member, is_gone: Callable[[Member], bool]) -> None:
+        """Add this worker; in a group of fixed size, return when everybody is there. Raises
+        SetupError when another has its name or its id. In an open group `is_gone` tells whether
+        that one has ended without leaving: then this one takes its place."""
 
-    def leave(self, member: Member) -> None: ...
+    def leave(self, member: Member) -> None:
+        """Remove this worker, and nobody who has its name or its id by now."""
 
     def by_name(self, name: str) -> Member | None: ...
 
@@ -66,7 +91,11 @@ class LocalRoster:
         self._members: dict[int, Member] = {}
         self._lock = threading.Lock()
 
-    def join(self, member: Member) -> None:
+    def join(
+        self,
+        member: Member,
+        is_gone: Callable[[Member], bool],  # noqa: ARG002  # in one process everybody leaves
+    ) -> None:
         with self._lock:
             for other in self._members.values():
                 if other.info.name == member.info.name or other.info.id == member.info.id:
@@ -77,8 +106,8 @@ class LocalRoster:
 
     def leave(self, member: Member) -> None:
         with self._lock:
-            if not self.fixed:
-                self._members.pop(member.info.id, None)
+            if not self.fixed and self._members.get(member.info.id) == member:
+                del self._members[member.info.id]
 
     def by_name(self, name: str) -> Member | None:
         return next((m for m in self.members() if m.info.name == name), None)
@@ -93,9 +122,10 @@ class LocalRoster:
 class StoreRoster:
     """For workers that meet at a c10d store.
 
-    Keys: `kind` (fixed or open), `token`, `member/<id>`, `name/<name>` (the id), `joined` (a
-    counter, so that members of an open group can be listed). The members of a fixed group may meet
-    at the same store again after they have parted: every `size` arrivals make a new group.
+    Keys: `kind` (fixed or open), `token`, `member/<id>` and `name/<name>` (the member's entry, or
+    nothing), `joined` (a counter, so that members of an open group can be listed). The members of a
+    fixed group may meet at the same store again after they have parted: every `size` arrivals make
+    a new group.
     """
 
     def __init__(self, store: Any, size: int | None, timeout: float):
@@ -123,27 +153,54 @@ class StoreRoster:
         """A free id in an open group."""
         return int(self._store.add(f"{self._prefix}/ids", 1)) - 1
 
-    def join(self, member: Member) -> None:
+    def join(self, member: Member, is_gone: Callable[[Member], bool]) -> None:
         info = member.info
-        if self._store.add(f"{self._prefix}/claims/{info.name}", 1) != 1:
-            why = f"worker name {info.name!r} is not unique: another worker of the group has it"
-            if self.fixed:  # the others need not wait for this one
-                self._set(f"member/{info.id}", json.dumps({"refused": why}))
-            raise SetupError(why)
-        self._set(f"member/{info.id}", member.to_json())
-        self._set(f"name/{info.name}", str(info.id))
-        joined = self._store.add(f"{self._prefix}/joined", 1)
-        self._set(f"joined/{joined}", str(info.id))
+        try:
+            for place, what in self._places(info).items():
+                self._claim(place, what, member, is_gone)
+            joined = self._store.add(f"{self._prefix}/joined", 1)
+            self._set(f"joined/{joined}", str(info.id))
+        except BaseException:
+            self.leave(member)  # it may have got its name, and not its id
+            raise
         if self._size is None:
             return
         for id in range(self._size):
             text = self._get(f"member/{id}", f"the worker of rank {id}")
             self._known[id] = Member.from_json(text)
 
+    def _places(self, info: WorkerInfo) -> dict[str, str]:
+        """The keys under which a worker's entry lies, and what each stands for."""
+        return {
+            f"{self._prefix}/name/{info.name}": f"worker name {info.name!r}",
+            f"{self._prefix}/member/{info.id}": f"worker id {info.id}",
+        }
+
+    def _claim(
+        self, place: str, what: str, member: Member, is_gone: Callable[[Member], bool]
+    ) -> None:
+        """Put a member's entry where nobody else's is."""
+        entry = member.to_json()
+        found = self._replace(place, "", entry)
+        if found != entry and not self.fixed:
+            holder = Member.from_json(found)
+            if is_gone(holder):
+                self.leave(holder)  # which it could not do itself
+                found = self._replace(place, "", entry)
+        if found == entry:
+            return
+        why = f"{what} is not unique: another worker of the group has it"
+        if self.fixed:  # the others need not wait for this one
+            self._set(f"member/{member.info.id}", json.dumps({"refused": why}))
+            raise SetupError(why)
+        raise SetupError(
+            f"{why}, and may still be running. If that one is frozen, or its machine is lost, give "
+            "this one another"
+        )
+
     def _check_kind(self) -> None:
         kind = "fixed" if self.fixed else "open"
-        found = self._store.compare_set("gradwire/kind", "", kind)
-        if (found if isinstance(found, str) else found.decode()) not in ("", kind):
+        if self._replace("gradwire/kind", "", kind) not in ("", kind):
             raise SetupError(
                 "RPC group mixes statically and dynamically initialized members which is not "
                 "supported. Give all workers a world_size, or none"
@@ -152,15 +209,15 @@ class StoreRoster:
     def leave(self, member: Member) -> None:
         if self.fixed:
             return
-        for key in (f"member/{member.info.id}", f"name/{member.info.name}"):
-            self._quietly(lambda key=key: self._set(key, ""))  # type: ignore[misc]
-        self._quietly(lambda: self._store.set(f"{self._prefix}/claims/{member.info.name}", "0"))
+        with contextlib.suppress(Exception):  # the store went away before us
+            for place in self._places(member.info):
+                self._replace(place, member.to_json(), "")
 
     def by_name(self, name: str) -> Member | None:
         if self.fixed:
             return next((m for m in self._known.values() if m.info.name == name), None)
-        id = self._look(f"name/{name}")
-        return self._fetch(int(id)) if id else None
+        text = self._look(f"name/{name}")
+        return Member.from_json(text) if text else None
 
     def by_id(self, id: int) -> Member | None:
         if self.fixed:
@@ -207,12 +264,10 @@ class StoreRoster:
     def _set(self, key: str, value: str) -> None:
         self._store.set(f"{self._prefix}/{key}", value)
 
-    @staticmethod
-    def _quietly(action: Callable[[], object]) -> None:
-        try:
-            action()
-        except Exception:
-            pass  # the store went away before us
+    def _replace(self, key: str, expected: str, value: str) -> str:
+        """Set a value unless it is not the one expected ("": there is none); what it is now."""
+        found = self._store.compare_set(key, expected, value)
+        return found if isinstance(found, str) else str(found.decode())
 
 
 def meet(

@@ -137,7 +137,7 @@ class FaultyConnection:
         # Reading is not touched.
         self.begin_reading = inner.begin_reading
         self.end_reading = inner.end_reading
-        self.is_readable_by_others = inner.is_readable_by_others
+        self.stop_reading = inner.stop_reading
         self.receive = inner.receive
         self.wait = inner.wait
         self.attach = inner.attach

@@ -77,9 +77,9 @@ class Connection(Protocol):
     def end_reading(self) -> None:
         """Let others read."""
 
-    def is_readable_by_others(self) -> bool:
-        """Whether nobody reads, or a thread that is not this one. For threads that were
-        interrupted and do not know."""
+    def stop_reading(self) -> bool:
+        """For a thread that was interrupted, and does not know whether it reads: let others read.
+        True if it did, or may have: then what it has read is lost."""
 
     def receive(self) -> list[Frame]:
         """The frames that have arrived, perhaps none. It does not wait, or only for what is coming

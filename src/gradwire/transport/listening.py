@@ -7,6 +7,7 @@ in callbacks of the poller; no thread waits for a stranger.
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import socket
 import threading
@@ -17,6 +18,8 @@ from gradwire.errors import AuthenticationError
 from gradwire.transport.base import Address, Connection, Greeting
 from gradwire.transport.handshake import SECOND, WELCOME, ClientHandshake, ServerHandshake
 from gradwire.transport.poller import Poller
+
+logger = logging.getLogger("gradwire")
 
 #: Strangers have this long to prove that they belong here, and so many of them may try at once.
 GUEST_SECONDS = 10.0
@@ -121,21 +124,40 @@ class StreamListener:
         self._guests: dict[_Guest, None] = {}  # oldest first
         self._lock = threading.Lock()
         self._closed = False
+        #: Nobody can be accepted: there are no descriptors. Looked at again by `trim`.
+        self._short = False
         sock.setblocking(False)
         poller.add(sock.fileno(), self._on_readable)
         poller.arm(sock.fileno())
 
     def _on_readable(self) -> None:
+        welcomed = False
         try:
             while not self._closed:
                 sock, _ = self._sock.accept()
+                self._short = False
                 self._welcome(sock)
+                welcomed = True
         except (BlockingIOError, ConnectionError):
             pass
-        except OSError:
-            self.trim(0.0)  # out of descriptors: strangers give way first
+        except OSError as error:
+            # Out of descriptors. (The system says so before it looks whether anybody is at the
+            # door, so it means nothing once one was welcomed.) Strangers give way first. If there
+            # are none, listening on would only tell the same again and again: `trim` does it.
+            if not welcomed and not self._dismiss_older_than(0.0):
+                self._note_shortage(error)
+                return
         if not self._closed:
             self.poller.arm(self._sock.fileno())
+
+    def _note_shortage(self, error: OSError) -> None:
+        if not self._short and not self._closed:
+            logger.warning(
+                "worker %s cannot accept connections: %s. It tries again now and then",
+                self.me.name,
+                error,
+            )
+        self._short = True
 
     def _welcome(self, sock: socket.socket) -> None:
         sock.setblocking(False)
@@ -196,12 +218,20 @@ class StreamListener:
             return True
 
     def trim(self, patience: float = GUEST_SECONDS) -> None:
-        """Dismiss the guests that have been silent for too long."""
+        """Dismiss the guests that have been silent for too long. After a shortage, try again."""
+        self._dismiss_older_than(patience)
+        with self._lock:
+            if self._short and not self._closed:
+                self.poller.arm(self._sock.fileno())
+
+    def _dismiss_older_than(self, patience: float) -> bool:
+        """Whether there were any guests to dismiss."""
         limit = time.monotonic() - patience
         with self._lock:
             late = [guest for guest in self._guests if guest.since <= limit]
         for guest in late:
             self.dismiss(guest)
+        return bool(late)
 
     def close(self) -> None:
         with self._lock:

@@ -102,6 +102,7 @@ class MemoryConnection:
         self.peer = peer
         self._inbox: deque[Frame] = deque()
         self._reading = threading.Lock()
+        self._reader_thread = 0
         self._arrived = threading.Condition(threading.Lock())
         self._armed = False
         self._closed = False
@@ -142,13 +143,21 @@ class MemoryConnection:
             self._poller.post(self._callback)
 
     def begin_reading(self) -> bool:
-        return self._reading.acquire(blocking=False)
+        if not self._reading.acquire(blocking=False):
+            return False
+        self._reader_thread = threading.get_ident()
+        return True
 
     def end_reading(self) -> None:
+        self._reader_thread = 0
         self._reading.release()
 
-    def is_readable_by_others(self) -> bool:
-        return not self._reading.locked()
+    def stop_reading(self) -> bool:
+        reader = self._reader_thread
+        if reader == threading.get_ident():
+            self.end_reading()
+            return True
+        return reader == 0 and self._reading.locked()
 
     def receive(self) -> list[Frame]:
         with self._arrived:

@@ -259,9 +259,12 @@ class StreamConnection:
         if self._closed:
             self._dispose()
 
-    def is_readable_by_others(self) -> bool:
+    def stop_reading(self) -> bool:
         reader = self._reader_thread
-        return not self._reading.locked() or reader not in (0, threading.get_ident())
+        if reader == threading.get_ident():
+            self.end_reading()
+            return True
+        return reader == 0 and self._reading.locked()
 
     def receive(self) -> list[Frame]:
         reader = self._reader
