@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.autograd.graph import register_multi_grad_hook
 from torch.utils.checkpoint import checkpoint
 
 from gradwire import autograd, current, rpc
@@ -74,6 +75,12 @@ def test_unusable_roots_are_refused(trio: list[Worker]) -> None:
         ):
             with pytest.raises(ValueError, match=complaint):
                 autograd.backward(context_id, roots)
+        for root in ((x * 0).sum(), x.sum(), (x * 2)[:1]):
+            with pytest.raises(TypeError, match=r"are given as a list.* write \[loss\]"):
+                autograd.backward(context_id, root)  # type: ignore[arg-type]
+        with pytest.raises(TypeError, match="so are gradients for them"):
+            autograd.backward(context_id, [x * 2], grad_tensors=torch.ones(1, 2))  # type: ignore[arg-type]
+        assert autograd.get_gradients(context_id) == {}
 
 
 def test_a_plain_backward_says_what_to_call_instead(trio: list[Worker]) -> None:
@@ -103,6 +110,23 @@ def test_hooks_run_once_on_the_full_gradient(trio: list[Worker]) -> None:
         autograd.backward(context_id, [(a + b + middle).sum()])
         assert torch.equal(autograd.get_gradients(context_id)[x], torch.full((2,), 16.0))
     assert [hook.tolist() for hook in seen] == [[8.0, 8.0]]
+
+
+@pytest.mark.parametrize("together", [False, True])
+def test_a_hook_on_several_tensors_runs_for_each_part_of_the_graph(
+    trio: list[Worker], together: bool
+) -> None:
+    seen: list[list[bool]] = []
+    leaves = [torch.ones(2, requires_grad=True) for _ in range(2)]
+    with autograd.context(into_grad=True) as context_id:
+        a, b = (leaf * 2 for leaf in leaves)
+        register_multi_grad_hook([a, b], lambda got: seen.append([g is not None for g in got]))
+        if together:
+            loss = rpc.rpc_sync("worker1", scale, args=(a, b)).sum()
+        else:
+            loss = sum(rpc.rpc_sync("worker1", square, args=(part,)).sum() for part in (a, b))
+        autograd.backward(context_id, [loss])
+    assert sorted(seen) == ([[True, True]] if together else [[False, True], [True, False]])
 
 
 @pytest.mark.parametrize("into_grad", [False, True])

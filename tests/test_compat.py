@@ -214,6 +214,23 @@ def test_waiting_for_many_futures_ends_with_the_first_error(run: Run) -> None:
     assert run(program) == "'first' False\n'first' False\n[None]\n"
 
 
+def test_special_methods_are_called_through_proxies(run: Run) -> None:
+    program = ALONE + textwrap.dedent("""
+    import copy
+    join()
+    table = rpc.RRef({"a": 1})
+    print(table.rpc_sync().__getitem__("a"), table.rpc_async().__len__().wait())
+    print(table.remote().__contains__("a").to_here())
+    print(copy.copy(table.remote()).get("a").to_here())
+    try:
+        table.remote().__matmul__
+    except AttributeError as error:
+        print(error)
+    rpc.shutdown()
+    """)
+    assert run(program) == "1 1\nTrue\n1\ntype object 'dict' has no attribute '__matmul__'\n"
+
+
 def test_compiled_functions_and_modules_are_sent(run: Run) -> None:
     program = ALONE + textwrap.dedent("""
     from torch.distributed.rpc import RRef

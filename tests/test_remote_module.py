@@ -10,10 +10,11 @@ import pytest
 import torch
 from torch import Tensor, nn, optim
 
-from gradwire import autograd, rpc
+from gradwire import Options, autograd, current, rpc
 from gradwire.errors import EncodingError, UnknownWorkerError
 from gradwire.nn import RemoteModule
-from gradwire.optim import DistributedOptimizer
+from gradwire.optim import DistributedOptimizer, changing
+from gradwire.testing import cluster
 from gradwire.worker import Worker
 from tests.processes import run_group
 
@@ -162,6 +163,62 @@ def test_a_state_that_does_not_fit_is_refused(trio: list[Worker]) -> None:
         model.load_state_dict({"0.weight": torch.ones(7, 7), "0.bias": bias})
     result = model.load_state_dict({"0.weight": weight, "0.colour": bias}, strict=False)
     assert (result.missing_keys, result.unexpected_keys) == (["0.bias"], ["0.colour"])
+
+
+def take_turns() -> None:
+    with changing([]):
+        pass
+
+
+class Inside(nn.Linear):
+    """Is loaded while worker1 can change its parameters, wherever it is itself."""
+
+    def _load_from_state_dict(self, *args: Any) -> None:
+        if rpc.get_worker_info().name != "worker1":
+            rpc.rpc_sync("worker1", take_turns)
+        super()._load_from_state_dict(*args)
+
+
+class Around(nn.Module):
+    """Has a module inside that is elsewhere, and had another name for it."""
+
+    def __init__(self, place: str):
+        super().__init__()
+        self.own = nn.Linear(2, 2)
+        self.inside = RemoteModule(place, Inside, (2, 2))
+        self.register_load_state_dict_pre_hook(rename)
+
+
+def rename(_module: nn.Module, state: dict[str, Any], *_: Any) -> None:
+    for key in [key for key in state if key.startswith("old.")]:
+        state[key.replace("old.", "inside.")] = state.pop(key)
+
+
+@pytest.mark.parametrize("place", ["worker1", "worker2"])
+def test_a_remote_module_may_contain_another(place: str) -> None:
+    with cluster(3, options=Options(rpc_timeout=20)) as workers:
+        token = current.enter(workers[0])
+        try:
+            remote = RemoteModule("worker1", Around, (place,))
+            state = {key: torch.rand_like(value) for key, value in remote.state_dict().items()}
+            assert [*state] == ["own.weight", "own.bias", "inside.weight", "inside.bias"]
+            assert remote.load_state_dict(state).missing_keys == []
+            found = remote.state_dict()
+            assert all(torch.equal(found[key], state[key]) for key in state)
+
+            renamed = {key.replace("inside.", "old."): -value for key, value in state.items()}
+            assert remote.load_state_dict(renamed).missing_keys == []
+            assert torch.equal(remote.state_dict()["inside.bias"], -state["inside.bias"])
+
+            odd = {"own.weight": torch.ones(2, 2), "inside.bias": torch.ones(2)}
+            odd |= {"own.colour": torch.ones(1), "inside.colour": torch.ones(1)}
+            result = remote.load_state_dict(odd, strict=False)
+            assert result.missing_keys == ["own.bias", "inside.weight"]
+            assert result.unexpected_keys == ["own.colour", "inside.colour"]
+            with pytest.raises(RuntimeError, match=rf"'worker1': .*'{place}'.*\s.*for weight"):
+                remote.load_state_dict({**state, "inside.weight": torch.ones(7, 7)})
+        finally:
+            current.exit(token)
 
 
 def test_what_would_not_reach_the_module_is_refused(trio: list[Worker]) -> None:

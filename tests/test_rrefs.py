@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import gc
+import inspect
+import operator
 import pickle
 import random
 import sys
@@ -104,6 +107,34 @@ def test_a_value_is_made_elsewhere_fetched_and_called(trio: list[Worker]) -> Non
         rref.local_value()
     del rref
     until(lambda: nothing_held(trio) and no_thing_alive(), "the value is gone")
+
+
+def test_operators_and_containers_are_reached_through_proxies(trio: list[Worker]) -> None:
+    table = trio[0].remote("worker1", dict, ({"a": 1},))
+    table.rpc_sync().__setitem__("b", 2)
+    assert table.rpc_sync().__getitem__("b") == 2
+    assert table.rpc_async().__len__().wait() == 2
+    assert table.remote().__contains__("c").to_here() is False
+    assert table.remote().__iter__().rpc_sync().__next__() == "a"
+    assert table.rpc_sync().__or__({"c": 3}) == {"a": 1, "b": 2, "c": 3}
+    tensor = trio[0].remote("worker1", torch.ones, (2,))
+    assert tensor.rpc_sync().__rsub__(3).tolist() == [2.0, 2.0]
+    assert tensor.rpc_sync().__matmul__(torch.ones(2)) == 2.0
+    with pytest.raises(AttributeError, match="__getitem__"):
+        trio[0].remote("worker1", int).rpc_sync().__getitem__(0)
+
+
+def test_a_proxy_is_an_ordinary_object_itself(trio: list[Worker]) -> None:
+    """What libraries ask any object for is not asked of the value."""
+    numpy = pytest.importorskip("numpy")
+    proxy = trio[0].remote("worker1", torch.ones, (2,)).rpc_sync()
+    for same in (copy.copy(proxy), inspect.unwrap(proxy), numpy.array(proxy).item()):
+        assert same.sum() == 2.0
+    assert [*inspect.signature(proxy).parameters] == ["args", "kwargs"]
+    with pytest.raises(TypeError, match="unsupported operand"):
+        operator.add(torch.ones(2), proxy)
+    for name in ("__deepcopy__", "__setstate__", "__array__", "__torch_function__", "__name__"):
+        assert not hasattr(proxy, name)
 
 
 def test_own_values_can_be_referred_to(trio: list[Worker]) -> None:

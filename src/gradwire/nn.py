@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
+from contextvars import ContextVar
+from functools import partial
 from typing import Any, NoReturn
 
 import torch
@@ -20,6 +22,10 @@ from gradwire.optim.owner import changing, copied
 from gradwire.refs.rref import RRef
 
 __all__ = ["RemoteModule"]
+
+#: What modules elsewhere have to load as soon as parameters here are no longer being changed; it is
+#: given a list for complaints. None: they are loaded at once.
+_later: ContextVar[list[Callable[[list[str]], None]] | None] = ContextVar("_later", default=None)
 
 
 class RemoteModule(nn.Module):
@@ -165,12 +171,17 @@ class RemoteModule(nn.Module):
         state_dict: Mapping[str, Any],
         prefix: str,
         local_metadata: Mapping[str, Any],
-        strict: bool,  # noqa: ARG002
+        strict: bool,
         missing_keys: list[str],
         unexpected_keys: list[str],
         error_msgs: list[str],
     ) -> None:
         """What `load_state_dict` calls for each module, here or on a module that contains us."""
+        later = _later.get()
+        if later is not None:
+            given = (state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys)
+            later.append(partial(self._load_from_state_dict, *given))
+            return
         state = {key[len(prefix) :]: v for key, v in state_dict.items() if key.startswith(prefix)}
         assign = local_metadata.get("assign_to_params_buffers", False)
         arguments = (self.module_rref, state, local_metadata.get("parts"), assign)
@@ -308,6 +319,18 @@ def _load(
     ordered: Any = OrderedDict(state)
     if metadata is not None:
         ordered._metadata = metadata
-    with changing([*module.parameters(), *module.buffers()]):
-        result = module.load_state_dict(ordered, strict=False, assign=assign)
+    # Remote modules inside come when the lock is free again: they may be on any worker, this one
+    # too, and loading them takes the lock there.
+    later: list[Callable[[list[str]], None]] = []
+    token = _later.set(later)
+    try:
+        with changing([*module.parameters(), *module.buffers()]):
+            result = module.load_state_dict(ordered, strict=False, assign=assign)
+    finally:
+        _later.reset(token)
+    complaints: list[str] = []
+    for load in later:
+        load(complaints)
+    if complaints:
+        raise RuntimeError("\n\t".join(complaints))
     return list(result.missing_keys), list(result.unexpected_keys)

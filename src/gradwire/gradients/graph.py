@@ -50,6 +50,9 @@ def make_roots(
     tensors: Sequence[Tensor], gradients: Sequence[Tensor | None] | None = None
 ) -> list[Root]:
     """Check what backward is called on."""
+    # A tensor is a sequence too, and would be taken apart.
+    if isinstance(tensors, Tensor) or isinstance(gradients, Tensor):  # type: ignore[unreachable]
+        raise TypeError("roots are given as a list, and so are gradients for them: write [loss]")
     if not tensors:
         raise ValueError("No tensors provided for gradient computation.")
     if gradients is None:

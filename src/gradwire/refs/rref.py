@@ -158,6 +158,23 @@ class RRef(Generic[T]):
         return f"UserRRef(RRefId = {name}, ForkId = {fork})"
 
 
+# Special methods that proxies pass on: those of operators, containers and ``with``. Python itself
+# looks for them in classes only, so whoever asks an object for one means to call it.
+_METHODS = [
+    *("len", "length_hint", "getitem", "setitem", "delitem", "missing", "contains", "iter", "next"),
+    *("reversed", "enter", "exit", "bool", "int", "float", "complex", "index", "bytes", "fspath"),
+    *("neg", "pos", "abs", "invert", "round", "trunc", "floor", "ceil", "divmod", "rdivmod"),
+]
+_OPERATORS = [
+    *("add", "sub", "mul", "matmul", "truediv", "floordiv", "mod", "pow", "lshift", "rshift"),
+    *("and", "or", "xor"),
+]
+_SPECIAL = {
+    f"__{name}__"
+    for name in [*_METHODS, *(side + name for side in ("", "r", "i") for name in _OPERATORS)]
+}
+
+
 class _Proxy:
     """Turns attribute access into calls on the value of an RRef."""
 
@@ -169,8 +186,8 @@ class _Proxy:
         self._timeout = timeout
 
     def __getattr__(self, name: str) -> Callable[..., Any]:
-        if name.startswith("__") and name.endswith("__") and name != "__call__":
-            raise AttributeError(name)  # copy, inspect and the like ask for these
+        if name.startswith("__") and name.endswith("__") and name not in _SPECIAL:
+            raise AttributeError(name)  # copy, inspect, numpy and the like ask for these
 
         def method(*args: Any, **kwargs: Any) -> Any:
             return self._call(self._rref, name, args, kwargs, self._timeout)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import weakref
+from collections.abc import Callable
 from typing import Any, TypeVar
 
 from torch.futures import Future
@@ -14,6 +15,7 @@ from gradwire.compat.rpc.constants import UNSET_RPC_TIMEOUT
 from gradwire.compat.rpc.internal import RPCExecMode, _internal_rpc_pickler, _recorded
 from gradwire.ids import creator, serial
 from gradwire.refs.rref import RRef as _RRef
+from gradwire.refs.rref import _Proxy
 
 T = TypeVar("T")
 
@@ -88,7 +90,7 @@ class RRef(_RRef[T]):
     def remote(self, timeout: float = UNSET_RPC_TIMEOUT) -> Any:
         """A proxy whose methods run on the owner and give an RRef to the result there. That there
         is such a method is checked at once: nobody may ever look at the result."""
-        return _Checked(self, super().remote(timeout), timeout)
+        return _Checked(self, self._refs.remote_method, timeout)
 
     def _get_type(self, timeout: float = UNSET_RPC_TIMEOUT, blocking: bool = True) -> Any:
         """The type of the value, or a future of it. It is asked for once."""
@@ -143,19 +145,15 @@ def _done(value: Any) -> Any:
     return future
 
 
-class _Checked:
+class _Checked(_Proxy):
     """A proxy that knows which methods there are."""
 
-    def __init__(self, rref: RRef[Any], proxy: Any, timeout: float):
-        self._rref = rref
-        self._proxy = proxy
-        self._timeout = timeout
+    __slots__ = ()
+    _rref: RRef[Any]
 
-    def __getattr__(self, name: str) -> Any:
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        method = super().__getattr__(name)
         kind = self._rref._get_type(self._timeout)
         if not hasattr(kind, name):
             raise AttributeError(f"type object {kind.__name__!r} has no attribute {name!r}")
-        return getattr(self._proxy, name)
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self._proxy(*args, **kwargs)
+        return method
