@@ -25,7 +25,7 @@ from gradwire.errors import (
     UnknownWorkerError,
     WorkerLost,
 )
-from gradwire.testing import cluster
+from gradwire.testing import cluster, transports_named
 from gradwire.transport.memory import MemoryNetwork
 from gradwire.worker import Worker
 
@@ -385,6 +385,15 @@ def test_a_call_ends_at_its_deadline(pair: list[Worker]) -> None:
 
 def test_timeout_zero_means_no_deadline(memory_pair: list[Worker]) -> None:
     assert memory_pair[0].rpc_sync("worker1", whoami, timeout=0) == "worker1"
+
+
+@pytest.mark.parametrize("timeout", [3e6, 1e8, 1e15, float("inf")])
+@pytest.mark.parametrize("transport", ["memory", "unix"])
+def test_a_timeout_may_be_as_long_as_you_like(transport: str, timeout: float) -> None:
+    options = rpc.Options(rpc_timeout=timeout, heartbeat_limit=timeout)
+    with cluster(2, transports=transports_named(transport), options=options) as (a, _):
+        assert a.rpc_sync("worker1", whoami) == "worker1"
+        assert a.rpc_async("worker1", whoami, timeout=timeout).wait() == "worker1"
 
 
 def test_after_the_end_calls_say_so() -> None:

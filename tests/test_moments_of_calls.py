@@ -23,7 +23,7 @@ from gradwire.agent import service
 from gradwire.agent.link import Link
 from gradwire.errors import CallError, CallTimeout, ShutDownError, WorkerLost
 from gradwire.refs.table import Owned, Table
-from gradwire.testing import cluster
+from gradwire.testing import Fault, FaultyTransport, cluster
 from gradwire.testing.workers import transports_named
 from gradwire.wire.messages import Kind
 from gradwire.worker import Worker
@@ -86,6 +86,24 @@ def test_callbacks_wait_until_a_result_may_be_used(trio: list[Worker]) -> None:
     assert future.then(lambda f: f.done()).wait()
     until(lambda: bool(seen), "the callback has run")
     assert seen == [True]
+
+
+@pytest.mark.parametrize("waits", [True, False])
+def test_a_result_that_may_not_be_used_in_time_is_late(waits: bool) -> None:
+    """The owner of a value that it refers to does not answer."""
+    transport = FaultyTransport(transports_named("unix")[0], [])
+    options = rpc.Options(heartbeat_interval=0.2, heartbeat_limit=0.5)  # it is asked again then
+    with cluster(3, transports=[transport], options=options) as (caller, called, owner):
+        owner.rpc_sync("worker1", hold, (owner.rref("value"),))
+        transport.add(Fault("drop", kind=Kind.RREF_FORK_REQUEST, times=1))
+        with pytest.raises(CallTimeout, match="have not answered: RREF_FORK_REQUEST to worker"):
+            if waits:
+                caller.rpc_sync("worker1", give, timeout=0.2)
+            else:
+                caller.rpc_async("worker1", give, timeout=0.2).wait()
+        assert caller.rpc_sync("worker1", max, (1, 2)) == 2
+        HELD.clear()
+    assert not any(map(held_by, (caller, called, owner)))
 
 
 def test_a_callback_that_exits_does_not_keep_others_from_theirs(trio: list[Worker]) -> None:

@@ -6,6 +6,7 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from datetime import timedelta
+from threading import TIMEOUT_MAX
 from typing import Any
 
 from gradwire.errors import SetupError
@@ -25,7 +26,7 @@ def seconds(timeout: float | timedelta) -> float:
     value = timeout.total_seconds() if isinstance(timeout, timedelta) else float(timeout)
     if not value >= 0:  # which NaN is not either
         raise SetupError(f"a timeout must be a number and not negative, it is {value}")
-    return value
+    return value if value <= TIMEOUT_MAX else 0.0  # nothing can be waited for longer
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -53,6 +53,9 @@ class Future(torch.futures.Future, Generic[T]):  # type: ignore[type-arg]
         #: Empty once somebody completes it.
         self._open = [True]
 
+    def __str__(self) -> str:
+        return str(self._name)
+
     def wait(self) -> T:
         """Block until the future is done; return its value or raise its error."""
         if self._waiting is not None and not self.done():

@@ -37,6 +37,8 @@ _FILLING_SECONDS = 0.002
 _GAP_SECONDS = 0.0002
 #: A peer that takes nothing for this long is slow. (One that reads makes room all the time.)
 _PATIENCE_SECONDS = 0.001
+#: The system takes no longer times; who waits longer looks again.
+_LONGEST_MILLISECONDS = (1 << 31) - 1
 #: How often a thread that waits for another one to have sent looks whether that makes sense.
 _LOOK_SECONDS = 1.0
 _pack_prefix = PREFIX.pack
@@ -60,12 +62,16 @@ class Stream(Protocol):
     def close(self) -> Any: ...
 
 
+def _milliseconds(seconds: float | None) -> float | None:
+    return None if seconds is None else min(max(0.0, seconds) * 1000, _LONGEST_MILLISECONDS)
+
+
 def wait_for(stream: Stream, *, writable: bool, timeout: float | None) -> bool:
     """Block until a stream is ready, for `timeout` seconds or for ever."""
     if hasattr(select, "poll"):
         poll = select.poll()
         poll.register(stream, select.POLLOUT if writable else select.POLLIN)
-        return bool(poll.poll(None if timeout is None else max(0.0, timeout) * 1000))
+        return bool(poll.poll(_milliseconds(timeout)))
     reads, writes = ([], [stream]) if writable else ([stream], [])
     return any(select.select(reads, writes, [], timeout))
 
@@ -237,7 +243,7 @@ class StreamConnection:
         """Wait until more can be sent; not for ever."""
         if self._writable is None:
             return wait_for(self._stream, writable=True, timeout=seconds)
-        return bool(self._eager_writing.wait(self._writable.poll, seconds * 1000))
+        return bool(self._eager_writing.wait(self._writable.poll, _milliseconds(seconds)))
 
     def _take_held(self) -> bytes:
         held = []
@@ -300,8 +306,7 @@ class StreamConnection:
         if self._closed:
             return True
         if self._readable is not None:
-            milliseconds = None if timeout is None else max(0.0, timeout) * 1000
-            return bool(self._eager.wait(self._readable.poll, milliseconds))
+            return bool(self._eager.wait(self._readable.poll, _milliseconds(timeout)))
         return wait_for(self._stream, writable=False, timeout=timeout)
 
     def attach(self, poller: Poller, callback: Callable[[], None]) -> None:
