@@ -6,7 +6,9 @@ from collections.abc import Callable
 
 import pytest
 
+from gradwire import rpc
 from gradwire.agent.executor import Executor
+from gradwire.testing import cluster, transports_named
 from gradwire.worker import Worker
 from tests.processes import until
 
@@ -46,3 +48,23 @@ def test_answers_are_handed_on_by_the_next_leader(
     until(lambda: all(future.done() for future in futures), "nobody waits for them, and all come")
     assert [future.value() for future in futures] == [max(number, 2) for number in range(100)]
     assert relieved
+
+
+def much() -> bytes:
+    return bytes(4 << 20)
+
+
+def test_a_worker_that_takes_no_answers_stops_nobody_else() -> None:
+    options = rpc.Options(num_worker_threads=2)
+    with cluster(3, transports=transports_named("tcp"), options=options) as (frozen, server, other):
+        frozen.rpc_sync("worker1", max, (1, 2))
+        link = frozen.agent.peers.find("worker1").link
+        assert link is not None
+        assert link.connection.begin_reading()  # and does not read
+        futures = [frozen.rpc_async("worker1", much) for _ in range(8)]
+        until(lambda: len(server.agent.executor.sending) == 8, "all answers are stuck")
+        assert other.rpc_sync("worker1", max, (1, 2)) == 2
+        assert not any(future.done() for future in futures)
+        link.connection.end_reading()
+        assert [len(future.wait()) for future in futures] == [4 << 20] * 8
+        assert not server.agent.executor.sending

@@ -9,7 +9,8 @@ wire. A request that takes its time must not hold up the ones behind it, so the 
 
 A thread that has lost the lead finishes what it was doing and rests until it is called upon. How
 many user functions run at a time is limited; a thread that waits for another worker does not
-count, so calls that call back can nest as deep as they like.
+count, so calls that call back can nest as deep as they like, and one worker that takes no answers
+does not stop the others.
 """
 
 from __future__ import annotations
@@ -69,6 +70,8 @@ class Executor:
         self._step = self._step_seen = 0
         self._counted = 0
         self._backlog: deque[Callable[[], None]] = deque()
+        #: The threads that wait for a worker to take what they send.
+        self.sending: set[int] = set()
         self.stopped = False
         #: Called when there is work after a pause; see `Clock`.
         self.wake_watch: Callable[[], None] = lambda: None
@@ -118,10 +121,26 @@ class Executor:
         work(*args)
 
     def hand_over(self) -> None:
-        """Give up the lead before something that may take long, but go on working."""
+        """Before a wait for a worker that is slow to take what is sent: as `step_aside`, and
+        `take_up` comes afterwards."""
+        member = self._members.get(get_ident())
+        if member is None:
+            return
         with self._lock:
-            if self._leader == get_ident():
-                self._release_lead(count=True)
+            if self._leader == member.ident:
+                self._release_lead(count=False)
+            elif member.counted:
+                self._uncount(member)
+            else:
+                return  # it is aside already
+        self.sending.add(member.ident)
+
+    def take_up(self) -> None:
+        """Whatever was sent has been taken, or never will be."""
+        me = get_ident()
+        if me in self.sending:
+            self.sending.discard(me)
+            self.step_back()
 
     def step_aside(self) -> bool:
         """Before a wait for another worker: give up the lead, and do not count while waiting.
@@ -233,6 +252,7 @@ class Executor:
         finally:
             with self._lock:
                 self._members.pop(member.ident, None)
+                self.sending.discard(member.ident)
                 self._threads.discard(threading.current_thread())
 
     def _lead(self, member: _Member) -> bool:

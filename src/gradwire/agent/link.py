@@ -123,6 +123,9 @@ class Link:
             if not isinstance(error, Exception):
                 self.end("a thread that was sending on it was interrupted")
             raise
+        finally:
+            if self._executor.sending:
+                self._executor.take_up()
         if passengers:
             encoded.tell_passengers(self.to)
         if self.end_reason is not None:
@@ -149,6 +152,9 @@ class Link:
         except BaseException:
             self.end("a thread that was sending on it was interrupted")
             raise
+        finally:
+            if self._executor.sending:
+                self._executor.take_up()
 
     def ask_for_sign(self) -> None:
         """Send a heartbeat. Whatever comes back is a sign of life."""

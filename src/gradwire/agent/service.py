@@ -148,10 +148,14 @@ class Service:
         if not self._holds:
             return
         self._holds = False  # first: whoever holds one back from now on sees to it
+        executor = self.agent.executor
         try:
-            self._connection.flush(self.agent.executor.hand_over)
+            self._connection.flush(executor.hand_over)
         except ConnectionClosed:
             self.close()
+        finally:
+            if executor.sending:
+                executor.take_up()
 
     def _serve(self, frame: Frame) -> None:
         try:
@@ -193,18 +197,21 @@ class Service:
 
     def send(self, request: Request, kind: Kind, encoded: Encoded, tags: Tags | None) -> None:
         references = bool(encoded.passengers)
+        executor = self.agent.executor
         head = pack(kind, request.id, encoded.payload, tags, references=references)
         frame = Frame(head, encoded.buffers, encoded.rest)
         try:
             if not self._inbox or not self._send_with_others(frame):
                 self._last_sent = time.perf_counter()
-                self._connection.send(frame, self.agent.executor.hand_over)
+                self._connection.send(frame, executor.hand_over)
             if references:
                 encoded.tell_passengers(self.caller)
         except ConnectionClosed:
             encoded.tell_passengers(None)
             self.close()  # the caller is gone and has been told so on its own side
         finally:
+            if executor.sending:
+                executor.take_up()
             self.requests.pop(request.id, None)
 
     def _send_with_others(self, frame: Frame) -> bool:
