@@ -22,6 +22,7 @@ from gradwire.agent.farewell import Farewell
 from gradwire.agent.roster import LocalRoster
 from gradwire.errors import (
     CallError,
+    NotInitializedError,
     SetupError,
     ShutDownError,
     UnknownWorkerError,
@@ -31,7 +32,7 @@ from gradwire.ids import WorkerInfo
 from gradwire.testing import transports_named
 from gradwire.testing.pairs import open_descriptors
 from gradwire.worker import Worker
-from tests.processes import group, meeting_place, processes, run_group, until
+from tests.processes import Process, group, meeting_place, processes, run_group, until
 
 TIMEOUT = 30.0
 
@@ -464,6 +465,68 @@ def test_a_forked_child_does_not_give_back_what_its_parent_holds() -> None:
         return bool((held == 1).all()) and all(bool((m == 2).all()) for m in more)
 
     assert run_group(2, body) == [True, True]
+
+
+def test_a_forked_child_has_no_worker_but_may_become_one() -> None:
+    def in_child(rref: rpc.RRef[int], place: str) -> list[Any]:
+        found: list[Any] = []
+        for ask in (lambda: rpc.rpc_sync("worker1", echo, args=(1,)), rref.to_here):
+            with pytest.raises(NotInitializedError):
+                ask()
+        with pytest.raises(NotInitializedError, match="was forked from worker 'worker0'"):
+            rref.rpc_sync().bit_length()
+        rpc.init_rpc(
+            "alone", rank=0, world_size=1, rpc_backend_options=rpc.Options(init_method=place)
+        )
+        found.append(rpc.rpc_sync("alone", echo, args=(5,)))
+        rpc.shutdown()
+        return found
+
+    def body(rank: int) -> Any:
+        if rank == 1:
+            return None
+        rref = rpc.remote("worker1", echo, args=(7,))
+        assert rref.to_here() == 7
+        with meeting_place() as place:
+            token = current.enter(current.worker())  # as inside ``with Worker(...)``
+            child = Process(lambda: in_child(rref, place))
+            current.exit(token)
+            found = child.result()
+            child.close()
+        assert rref.to_here() == 7
+        return found
+
+    assert run_group(2, body)[0] == [5]
+
+
+def start_a_child() -> int:
+    child = os.fork()
+    if not child:
+        signal.pause()
+    return child
+
+
+def die() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def test_the_death_of_a_worker_that_has_a_child_is_noticed() -> None:
+    def body(rank: int) -> Any:
+        if rank == 1:
+            linger()
+        child = rpc.rpc_sync("worker1", start_a_child)
+        try:
+            # Not only when it has been silent for long, and not by a connection nobody serves.
+            with pytest.raises(WorkerLost, match="closed the connection"):
+                rpc.rpc_sync("worker1", die)
+            with pytest.raises(WorkerLost, match="refused"):
+                rpc.rpc_sync("worker1", pid)
+        finally:
+            os.kill(child, signal.SIGKILL)
+        rpc.shutdown(graceful=False)
+
+    with group(2, body, shut_down=False) as started:
+        started[0].result()
 
 
 KEPT: list[Any] = []

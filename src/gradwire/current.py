@@ -47,9 +47,14 @@ def set_process_default(worker: Any) -> None:
     _process_default = worker
 
 
+def _forget() -> None:
+    set_process_default(None)
+    _current.set(None)
+
+
 if hasattr(os, "register_at_fork"):
     # The connections belong to the parent: a forked child starts without a worker.
-    os.register_at_fork(after_in_child=lambda: set_process_default(None))
+    os.register_at_fork(after_in_child=_forget)
 
 
 def process_default() -> Any:

@@ -226,8 +226,11 @@ class Worker:
         """End this worker. Gracefully, in a group of fixed size, means: when the work of all its
         members is done. `timeout` limits that wait in seconds; 0 means an hour.
 
-        It ends in any case, and leaves no thread, connection or shared memory behind.
+        It ends in any case, and leaves no thread, connection or shared memory behind. In a forked
+        child it does nothing: the worker is the parent's.
         """
+        if self.agent.abandoned:
+            return
         with self._ending:
             if self._ended:
                 return

@@ -6,11 +6,14 @@ user's thread) and `serve` (from the executor's leader); everything else is abou
 
 from __future__ import annotations
 
+import contextlib
 import contextvars
 import logging
+import os
 import secrets
 import threading
 import time
+import weakref
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any, TypeVar
@@ -42,6 +45,18 @@ _EXCEPTION = Kind.EXCEPTION
 
 T = TypeVar("T")
 Handler = Callable[[Request], None]
+
+#: Those of this process.
+_agents: weakref.WeakSet[Agent] = weakref.WeakSet()
+
+
+def _abandon_all() -> None:
+    for agent in list(_agents):
+        agent.abandon()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_abandon_all)
 
 
 def _unsettled(call: OpenCall, unsettled: Sequence[Future[Any]]) -> CallTimeout:
@@ -97,10 +112,13 @@ class Agent:
         #: Calls exchanged over connections that are no more; None when some may have been lost.
         self._past: tuple[int, int] | None = (0, 0)
         self._closing = False
+        #: This process was forked from the one that the agent belongs to.
+        self.abandoned = False
         self._next_trim = 0.0
         self.member: Member | None = None
         self.handle(Kind.HEARTBEAT, lambda request: request.answer(None))
         self.handle(Kind.FAREWELL, self._hear_farewell)
+        _agents.add(self)
 
     # -- setting up
 
@@ -513,6 +531,20 @@ class Agent:
             sent, received = self._past
             received += sum(service.received for service in self._services)
         return sent + sum(link.count_sent() for link in self.peers.links()), received
+
+    def abandon(self) -> None:
+        """In a forked child: have nothing to do with what is the parent's. Its calls must not be
+        answered here, and descriptors that stay open here would hide its death from others. (With
+        no lock: threads may have held them that are not here.)"""
+        self.abandoned = self._closing = self.executor.stopped = True
+        for link in self.peers.abandon():
+            link.connection.abandon()
+        for service in list(self._services):
+            service.abandon()
+        for listener in self._listeners:
+            listener.abandon()
+        with contextlib.suppress(OSError):  # some systems have closed it themselves
+            self.poller.close()
 
     def close(self, deadline: float) -> None:
         """Say farewell and end everything, whatever the others do."""

@@ -5,12 +5,14 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Sequence
+from typing import NoReturn
 
 from gradwire.agent.link import Link
 from gradwire.agent.roster import Member, Roster
 from gradwire.errors import (
     AuthenticationError,
     CallTimeout,
+    NotInitializedError,
     ShutDownError,
     UnknownWorkerError,
     WorkerLost,
@@ -31,6 +33,33 @@ class Peer:
         #: Read without the lock on the way of every call.
         self.link: Link | None = None
         self.connecting = threading.Lock()
+
+
+class _Abandoned:
+    """The group of a forked child: it has none."""
+
+    fixed = True
+
+    def __init__(self, name: str):
+        self._name = name
+
+    def members(self) -> NoReturn:
+        raise NotInitializedError(
+            f"this process was forked from worker {self._name!r}, whose connections it cannot use: "
+            "call gradwire.rpc.init_rpc(...) here to have a worker of its own"
+        )
+
+    def by_name(self, _name: str) -> NoReturn:
+        self.members()
+
+    def by_id(self, _id: int) -> NoReturn:
+        self.members()
+
+    def join(self, _member: Member, _is_gone: object) -> NoReturn:
+        self.members()
+
+    def leave(self, _member: Member) -> None:
+        pass
 
 
 class Peers:
@@ -86,6 +115,13 @@ class Peers:
     def links(self) -> list[Link]:
         with self._lock:
             return [link for peer in self._by_id.values() if (link := peer.link) is not None]
+
+    def abandon(self) -> list[Link]:
+        """In a forked child: know nobody any more; returns the links that there were."""
+        links = [link for peer in self._by_id.values() if (link := peer.link) is not None]
+        self._by_name, self._by_id = {}, {}
+        self._roster = _Abandoned(self.me.name)
+        return links
 
     def connect(self, peer: Peer, call: str, timeout: float) -> Link:
         """The link to a peer, connecting first if need be. Raises WorkerLost; or CallTimeout, if it

@@ -235,6 +235,10 @@ class Service:
     def trim(self) -> None:
         self._connection.trim()
 
+    def abandon(self) -> None:
+        self._closed = True
+        self._connection.abandon()
+
     def close(self) -> None:
         if self._closed:
             return

@@ -138,6 +138,7 @@ class FaultyConnection:
         self.begin_reading = inner.begin_reading
         self.end_reading = inner.end_reading
         self.stop_reading = inner.stop_reading
+        self.abandon = inner.abandon
         self.receive = inner.receive
         self.wait = inner.wait
         self.attach = inner.attach

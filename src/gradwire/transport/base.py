@@ -104,6 +104,9 @@ class Connection(Protocol):
     def close(self) -> None:
         """End the connection at both ends. May be called from any thread, and again."""
 
+    def abandon(self) -> None:
+        """In a forked child: give the descriptors back, and leave the connection as it is."""
+
 
 class Listener(Protocol):
     """Accepts connections until it is closed."""
@@ -114,6 +117,9 @@ class Listener(Protocol):
         """Send away those who have connected and not said who they are."""
 
     def close(self) -> None: ...
+
+    def abandon(self) -> None:
+        """In a forked child: give the descriptors back."""
 
 
 class Transport(Protocol):

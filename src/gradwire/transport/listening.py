@@ -244,6 +244,14 @@ class StreamListener:
         self.poller.remove(self._sock.fileno())
         self._sock.close()
 
+    def abandon(self) -> None:
+        self._closed = True
+        for guest in list(self._guests):
+            for descriptor in guest.take_descriptors():
+                close_quietly(descriptor)
+            guest.sock.close()
+        self._sock.close()
+
 
 def close_quietly(descriptor: int) -> None:
     with contextlib.suppress(OSError):

@@ -84,6 +84,9 @@ class MemoryListener:
         self._closed = True
         self._network.forget(self.address.place)
 
+    def abandon(self) -> None:
+        self._closed = True
+
 
 def _copy(buffer: Tensor) -> Tensor:
     """The buffer as the flat bytes a receiver expects, in memory of its own."""
@@ -207,3 +210,6 @@ class MemoryConnection:
             self._closed = True
             self._arrived.notify_all()
         self.other.deliver(None)
+
+    def abandon(self) -> None:
+        self._closed = True

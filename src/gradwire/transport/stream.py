@@ -343,6 +343,10 @@ class StreamConnection:
             pass
         self._dispose()
 
+    def abandon(self) -> None:
+        self._closed = True
+        self._stream.close()
+
     def _detach(self, poller: Poller) -> None:
         poller.remove(self._fd)
 

@@ -137,6 +137,10 @@ class UnixConnection(StreamConnection):
             if self._poller is not None and not self._closed:
                 self._poller.disarm(self._pipes.sock.fileno())
 
+    def abandon(self) -> None:
+        super().abandon()
+        self._channel.close()
+
     def _detach(self, poller: Poller) -> None:
         super()._detach(poller)
         poller.remove(self._pipes.sock.fileno())
