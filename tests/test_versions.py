@@ -634,6 +634,50 @@ def test_what_was_saved_before_anybody_recorded_is_not_silently_replaced(
             autograd.backward(context_id, [loss])
 
 
+RUNS, MAY_END = threading.Event(), threading.Event()
+
+
+def run_meanwhile() -> None:
+    RUNS.set()
+    assert MAY_END.wait(30)
+
+
+@pytest.mark.parametrize("nobody_records", ["untracked", "thread"])
+def test_a_step_beside_other_functions_does_not_go_unnoticed(
+    team: list[Worker], nobody_records: str
+) -> None:
+    """Torch cannot count the change then, as it may be saving on their threads."""
+    RUNS.clear()
+    MAY_END.clear()
+    weight = nn.Parameter(torch.ones(2))
+    x = torch.ones(2, requires_grad=True)
+    optimizer = DistributedOptimizer(optim.SGD, [rpc.RRef(weight)], lr=1.0)
+    losses = []
+
+    def forward() -> None:
+        losses.append(rpc.rpc_sync("worker2", torch.sum, (x * weight,)))
+
+    with autograd.context() as context_id:
+        if nobody_records == "untracked":
+            with untracked():
+                forward()
+        else:
+            thread = threading.Thread(target=contextvars.copy_context().run, args=(forward,))
+            thread.start()
+            thread.join()
+        autograd.backward(context_id, losses, retain_graph=True)
+        other = rpc.rpc_async(rpc.get_worker_info(), run_meanwhile)
+        assert RUNS.wait(30)
+        optimizer.step(context_id)
+        forward()  # recorded, and after the step: all is well with this one
+        MAY_END.set()
+        other.wait()
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            autograd.backward(context_id, losses[:1])
+        found = autograd.grad(context_id, losses[1:], [x])
+        assert torch.equal(found[0], weight.detach())
+
+
 def spoil(x: Tensor, how: str) -> Tensor:
     if how == "input":
         copied = x * 1

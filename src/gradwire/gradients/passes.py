@@ -237,9 +237,12 @@ class Pass:
 
     def _run(self, run: Run) -> Found:
         deliver = self._deliver_at_once if run.gates else self._deliver
+        versions = self._engine.versions
+        if versions.owed:  # what has changed since it was saved must be noticed
+            versions.pay()
         if self.how.create_graph:
             # What the run saves, to be differentiated too, is there to stay.
-            recording = self._engine.versions.recording()
+            recording = versions.recording()
             if recording is not None:
                 with recording:
                     return run.run(self._gate, deliver, into_grad=self._into_grad)

@@ -15,7 +15,8 @@ that meets no record changes the parameter in place, as ever.
 Recording goes through torch's default hooks for saved tensors. Torch leaves it to such hooks to
 notice that a tensor was changed in place, so all other tensors are checked here too. And torch
 fails when it counts a change of a tensor that is just being saved, on whatever thread. So changes
-of parameters are not counted while they happen, but at the end, if nobody can be saving then.
+of parameters are not counted while they happen, but when nobody can be saving: at the end, or else
+at the next occasion. Until then the count is owed.
 """
 
 from __future__ import annotations
@@ -35,6 +36,18 @@ from gradwire.gradients.memory import Memory, address, in_memory, memory_of, mus
 
 # What has torch count changes in place.
 _COUNTING = torch._C.DispatchKeySet(torch._C.DispatchKey.ADInplaceOrView)
+
+#: Where there are parameters with a change that torch has not counted yet. One is counted here for
+#: all of them: what was saved in between is told apart by other means.
+_owed: set[Memory] = set()
+#: Held while torch counts. Whoever begins to record waits for the end of that.
+_counting = threading.Lock()
+
+
+def _changes_of(tensor: Tensor) -> int:
+    """How often a tensor was changed in place."""
+    owed = bool(_owed) and memory_of(tensor) in _owed  # first: a count is paid, then owed no more
+    return tensor._version + owed
 
 
 class Version:
@@ -83,7 +96,8 @@ class Versions:
         self._versions: dict[Memory, weakref.ref[Version] | None] = {}
         #: The code that may be saving, and its threads.
         self._recordings: dict[_Recording, int] = {}
-        self._starting = threading.Lock()
+        #: Looked at before every run of a pass: whether anything is owed.
+        self.owed = _owed
 
     # -- changing
 
@@ -120,10 +134,13 @@ class Versions:
         if entry.memory != memory:  # it is new, or was given other memory
             entry.stays = memory in self._versions or must_stay(parameter)
             entry.left.clear()
+            owed = entry.memory in _owed
             self._leave(entry.memory, id(parameter))
             entry.memory = memory
             self._residents.setdefault(memory, set()).add(id(parameter))
             self._versions.setdefault(memory)
+            if owed:
+                _owed.add(memory)
         return entry
 
     def _forget(self, id: int, _parameter: weakref.ref[Tensor]) -> None:
@@ -136,6 +153,7 @@ class Versions:
         if not residents:
             self._residents.pop(memory, None)
             self._versions.pop(memory, None)
+            _owed.discard(memory)
 
     def _put_aside(self, parameter: Tensor, entry: _Tracked) -> None:
         free = trim(entry.left)
@@ -161,17 +179,32 @@ class Versions:
         forget = partial(self._versions.pop, entry.memory)
         self._versions[entry.memory] = weakref.ref(version, forget)
         self._residents[entry.memory].discard(id(parameter))
+        owed = entry.memory in _owed
+        _owed.discard(entry.memory)
         entry.memory = address(copy)
         self._residents[entry.memory] = {id(parameter)}
         self._versions[entry.memory] = None
+        if owed:
+            _owed.add(entry.memory)
         parameter.data = copy
 
     def _count_change(self, parameters: Sequence[Tensor]) -> None:
-        """Let torch count, for the sake of what was saved where nobody records."""
-        with self._starting:
+        """Let torch count, for the sake of what was saved where nobody records; now, or when it
+        can. The lock is held."""
+        _owed.update(entry.memory for p in parameters if (entry := self._tracked.get(id(p))))
+        self.pay()
+
+    def pay(self) -> None:
+        """Let torch count what it could not count before, if nobody can be saving now but this very
+        thread."""
+        with self.lock, _counting:
             me = threading.get_ident()
-            if all(thread == me for thread in list(self._recordings.values())):
-                increment_version(parameters)
+            if any(thread != me for thread in list(self._recordings.values())):
+                return
+            for entry in list(self._tracked.values()):
+                if entry.memory in _owed and (parameter := entry.parameter()) is not None:
+                    increment_version(parameter)
+            _owed.difference_update(list(self._residents))
 
     def _version_in(self, memory: Memory | None) -> Version | None:
         known = self._versions.get(memory)  # type: ignore[arg-type]
@@ -191,7 +224,7 @@ class Versions:
         alias = tensor.detach() if tensor.requires_grad else tensor
         memory = memory_of(alias)
         if memory not in self._versions:
-            return alias, alias._version, None
+            return alias, _changes_of(alias), None
         with self.lock:
             if tensor.is_leaf:
                 alias = tensor.detach()  # a parameter may have moved before we had the lock
@@ -200,7 +233,7 @@ class Versions:
             if version is None and memory in self._versions:
                 version = Version()
                 self._versions[memory] = weakref.ref(version)
-            return alias, alias._version, version
+            return alias, _changes_of(alias), version
 
 
 class _Recording(saved_tensors_hooks):
@@ -211,23 +244,28 @@ class _Recording(saved_tensors_hooks):
         self._versions = versions
 
     def __enter__(self) -> None:
-        with self._versions._starting:
+        with _counting:
             self._versions._recordings[self] = threading.get_ident()
         super().__enter__()
 
     def __exit__(self, *error: object) -> None:
         if self._versions._recordings.pop(self) == threading.get_ident():
             super().__exit__(*error)  # else it ends elsewhere: those are hooks of somebody else
+        if _owed:
+            self._versions.pay()
 
 
 def unpack(saved: Saved) -> Tensor:
     """Called by torch when a backward needs a tensor that was saved."""
     tensor, number, version = saved
-    changes = tensor._version  # before the next line: a change begins with putting aside
+    changes = _changes_of(tensor)  # before the next line: a change begins with putting aside
     if version is not None and version.elements is not None:
         if version.elements._cdata == address(tensor):
             return tensor
         return in_memory(version.elements, tensor)
+    if changes != number:
+        with _counting:  # it may just have been paid
+            changes = _changes_of(tensor)
     if changes != number:
         raise RuntimeError(
             "one of the variables needed for gradient computation has been modified by an inplace "
@@ -242,7 +280,8 @@ def unpack(saved: Saved) -> Tensor:
 def untracked() -> Iterator[None]:
     """Leave saved tensors to torch inside the block. The transforms of ``torch.func`` ask for that:
     most refuse to run where anybody looks at what is saved. What is saved here for a later backward
-    is not protected against steps: that backward fails.
+    is not protected against steps: that backward fails. (Unless other functions that use parameters
+    run on the worker all the time from the step on: then nobody notices.)
 
         >>> with untracked():                              # doctest: +SKIP
         ...     slope = torch.func.grad(loss)(weight)
