@@ -62,7 +62,7 @@ def test_a_worker_that_takes_no_answers_stops_nobody_else() -> None:
         assert link is not None
         assert link.connection.begin_reading()  # and does not read
         futures = [frozen.rpc_async("worker1", much) for _ in range(8)]
-        until(lambda: len(server.agent.executor.sending) == 8, "all answers are stuck")
+        until(lambda: len(server.agent.executor.sending) == 2, "all threads for it are stuck")
         assert other.rpc_sync("worker1", max, (1, 2)) == 2
         assert not any(future.done() for future in futures)
         link.connection.end_reading()

@@ -10,12 +10,14 @@ import gc
 import itertools
 import sys
 import threading
+import weakref
 from collections import deque
 from collections.abc import Iterator
 from types import FrameType
 from typing import Any
 
 import pytest
+import torch
 
 from gradwire import current, rpc
 from gradwire.agent import link as link_module
@@ -104,6 +106,20 @@ def test_a_result_that_may_not_be_used_in_time_is_late(waits: bool) -> None:
         assert caller.rpc_sync("worker1", max, (1, 2)) == 2
         HELD.clear()
     assert not any(map(held_by, (caller, called, owner)))
+
+
+def give_with_tensor() -> Any:
+    return HELD[0], torch.ones(2)
+
+
+def test_a_result_that_refers_to_third_workers_is_not_kept(trio: list[Worker]) -> None:
+    """Not even by what would tell that it is late."""
+    trio[2].rpc_sync("worker1", hold, (trio[2].rref("value"),))
+    future = trio[0].rpc_async("worker1", give_with_tensor)
+    tensor = weakref.ref(future.wait()[1])
+    del future
+    HELD.clear()
+    until(lambda: not held_by(trio[2]) and tensor() is None, "all of it is gone")
 
 
 def test_a_callback_that_exits_does_not_keep_others_from_theirs(trio: list[Worker]) -> None:

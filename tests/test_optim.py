@@ -7,6 +7,7 @@ import io
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextvars import copy_context
 from typing import Any
 
 import pytest
@@ -388,6 +389,55 @@ def test_a_step_keeps_to_the_gradients_of_its_context(
     assert SHARED.tolist() == [value, value]
     found = SHARED.grad
     assert (None if found is None else found.tolist()) == (gradient and [gradient, gradient])
+
+
+class Waiting(optim.SGD):
+    """Takes its time to be made."""
+
+    begun, may_end = threading.Event(), threading.Event()
+
+    def __init__(self, params: Any, lr: float):
+        super().__init__(params, lr=lr)
+        Waiting.begun.set()
+        assert Waiting.may_end.wait(30)
+
+
+def test_a_parameter_steps_while_another_optimizer_is_made(trio: list[Worker]) -> None:
+    weight = nn.Parameter(torch.ones(2))
+    rref = rpc.RRef(weight)
+    x = torch.ones(2, requires_grad=True)
+    first = DistributedOptimizer(optim.SGD, [rref], lr=1.0)
+    context = copy_context()
+    with ThreadPoolExecutor(1) as thread, autograd.context() as context_id:
+        loss = rpc.rpc_sync("worker1", torch.sum, (weight * x,))  # so it has to move
+        autograd.backward(context_id, [loss], retain_graph=True)
+        second = thread.submit(context.run, DistributedOptimizer, Waiting, [rref], lr=1.0)
+        try:
+            assert Waiting.begun.wait(30)
+            first.step(context_id)
+        finally:
+            Waiting.may_end.set()
+        second.result()
+        assert weight.tolist() == [0.0, 0.0]
+        autograd.backward(context_id, [loss])
+        assert autograd.get_gradients(context_id)[x].tolist() == [2.0, 2.0], "as forward saw it"
+
+
+def test_a_parameter_in_several_places_steps_too(trio: list[Worker]) -> None:
+    weight = torch.eye(2).to_sparse().requires_grad_()
+    optimizer = DistributedOptimizer(optim.SGD, [rpc.RRef(weight)], lr=0.5)
+    with autograd.context() as context_id:
+        doubled = torch.sparse.mm(weight, torch.ones(2, 1))
+        autograd.backward(context_id, [rpc.rpc_sync("worker1", torch.sum, (doubled,))])
+        optimizer.step(context_id)
+    assert weight.grad is None
+    assert torch.equal(weight.detach().to_dense(), 0.5 * torch.eye(2))
+
+
+@pytest.mark.parametrize("value", [[1.0], 3])
+def test_only_tensors_can_be_optimized(trio: list[Worker], value: Any) -> None:
+    with pytest.raises(Exception, match="optimizer can only optimize Tensors"):
+        DistributedOptimizer(optim.SGD, [rpc.RRef(value)], lr=0.5)
 
 
 def test_only_leaves_can_be_optimized(trio: list[Worker]) -> None:

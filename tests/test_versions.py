@@ -18,6 +18,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from gradwire import autograd, current, rpc
+from gradwire.gradients import versions as versions_module
 from gradwire.gradients.versions import Version, Versions
 from gradwire.optim import DistributedOptimizer, changing, untracked
 from gradwire.testing import cluster
@@ -676,6 +677,63 @@ def test_a_step_beside_other_functions_does_not_go_unnoticed(
             autograd.backward(context_id, losses[:1])
         found = autograd.grad(context_id, losses[1:], [x])
         assert torch.equal(found[0], weight.detach())
+
+
+@pytest.mark.parametrize("alias", ["data", "tied", "view", "detached"])
+def test_what_is_saved_while_a_count_is_owed_is_not_taken_for_changed(
+    team: list[Worker], alias: str
+) -> None:
+    """Some of what is in the memory of a parameter is counted by itself."""
+    RUNS.clear()
+    MAY_END.clear()
+    weight, tied = nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(2))
+    tied.data = weight.data
+    x = torch.ones(2, requires_grad=True)
+    optimizer = DistributedOptimizer(optim.SGD, [rpc.RRef(weight)], lr=1.0)
+    with autograd.context() as context_id:
+        autograd.backward(context_id, [rpc.rpc_sync("worker2", torch.sum, (weight * 3,))])
+        other = rpc.rpc_async(rpc.get_worker_info(), run_meanwhile)
+        assert RUNS.wait(30)
+        optimizer.step(context_id)
+        aliases = {
+            "data": weight.data,
+            "tied": tied,
+            "view": weight[:],
+            "detached": weight.detach(),
+        }
+        loss = rpc.rpc_sync("worker2", torch.sum, (x * aliases[alias],))
+        MAY_END.set()
+        other.wait()
+        autograd.backward(context_id, [loss])
+        assert autograd.get_gradients(context_id)[x].tolist() == [-2.0, -2.0]
+
+
+def open_a_context() -> Iterator[int]:
+    with autograd.context() as context_id:
+        yield context_id
+
+
+def test_the_garbage_collector_may_end_a_context_while_a_count_is_paid(
+    team: list[Worker], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    weight = nn.Parameter(torch.ones(2))
+    DistributedOptimizer(optim.SGD, [rpc.RRef(weight)], lr=1.0)
+    count = versions_module.increment_version
+    forgotten: list[Any] = []
+
+    def count_while_collecting(parameter: Any) -> None:
+        forgotten.clear()
+        count(parameter)
+
+    with autograd.context():
+        forgotten.append(open_a_context())
+        next(forgotten[0])
+        monkeypatch.setattr(versions_module, "increment_version", count_while_collecting)
+        number = weight._version
+        with changing([weight]), torch.no_grad():
+            weight.mul_(2)
+        assert not forgotten
+        assert weight._version == number + 1
 
 
 def spoil(x: Tensor, how: str) -> Tensor:

@@ -238,6 +238,42 @@ def test_a_killed_worker_comes_back_to_an_open_group() -> None:
                 assert names(client) == ["client", "server"], "and the first one is not any more"
 
 
+def test_the_rank_of_a_killed_worker_is_not_given_to_another() -> None:
+    """Others would take the new one for the old one, whose references and contexts they dropped."""
+    with meeting_place() as place:
+        options = rpc.Options(init_method=place)
+
+        def serve() -> None:
+            gradwire.Worker("server", 7, options=options)
+            linger()
+
+        with gradwire.Worker("client", 0, options=options) as client:
+            gone = threading.Event()
+            client.agent.on_gone.append(lambda _info: gone.set())
+            with processes(serve) as (first,):
+                until(lambda: names(client) == ["client", "server"], "the server is there")
+                client.rpc_sync("server", pid)
+                first.kill()
+                assert gone.wait(TIMEOUT)
+            with pytest.raises(SetupError, match="give this one another rank"):
+                gradwire.Worker("server", 7, options=options)
+            with gradwire.Worker("server", 8, options=options):
+                assert client.rpc_sync("server", echo, args=(5,)) == 5
+
+
+def test_who_was_refused_is_not_taken_for_lost() -> None:
+    with meeting_place() as place:
+        options = rpc.Options(init_method=place)
+        with gradwire.Worker("one", 0, options=options) as one:
+            lost: list[int] = []
+            suspected = threading.Event()
+            one.agent.on_gone.append(lambda info: (lost.append(info.id), suspected.set()))
+            with pytest.raises(SetupError, match="'one' is not unique"):
+                gradwire.Worker("one", 5, options=options)
+            assert suspected.wait(TIMEOUT)  # whoever has knocked is not there any more
+            assert 5 not in lost
+
+
 def test_a_frozen_worker_keeps_its_name() -> None:
     with meeting_place() as place:
         options = rpc.Options(init_method=place)

@@ -311,14 +311,15 @@ class Agent:
         if not unsettled:
             future.complete(value, None)
             return
-        result = [value]
+        #: Taken out by who settles it: nothing else may hold on to it.
+        result = [(future, value)]
 
         def settle(error: BaseException | None) -> None:
             try:
-                found = result.pop()
+                future, value = result.pop()
             except IndexError:
                 return  # it was settled before
-            future.complete(found, error)
+            future.complete(value, error)
             future.run_callbacks()
 
         when_all(unsettled, settle)

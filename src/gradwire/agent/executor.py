@@ -58,7 +58,8 @@ class Executor:
     def __init__(self, name: str, poller: Poller, limit: int):
         self._name = name
         self._poller = poller
-        self._limit = limit
+        #: How many user functions may run at a time.
+        self.limit = limit
         self._lock = threading.Lock()
         self._members: dict[int, _Member] = {}
         self._resting: list[_Member] = []
@@ -112,9 +113,9 @@ class Executor:
 
     def run(self, work: Callable[..., None], *args: Any) -> None:
         """Run a user function here and now, or when there is room for it. For the leader."""
-        if self._counted >= self._limit:
+        if self._counted >= self.limit:
             with self._lock:  # nobody may finish between the look and the note
-                if self._counted >= self._limit:
+                if self._counted >= self.limit:
                     self._backlog.append(partial(work, *args))
                     return
         self._step += 1
@@ -190,7 +191,7 @@ class Executor:
     def _look_for_waiting(self) -> None:
         """Threads may wait for futures where that is not seen from here, in
         `torch.futures.wait_all` for one. Those do not count either, should others need the room."""
-        if not self._backlog or self._counted < self._limit:
+        if not self._backlog or self._counted < self.limit:
             return
         frames = sys._current_frames()
         with self._lock:
@@ -283,6 +284,7 @@ class Executor:
                 callback()
             except BaseException:
                 logger.exception("gradwire worker %s: error while serving", self._name)
+            callback = None  # what it holds need not wait for the next one
 
     def _finish(self, member: _Member) -> None:
         if member.counted:
@@ -296,7 +298,7 @@ class Executor:
 
     def _run_backlog(self) -> None:
         self.leave_behind(self._run_backlog)
-        while self._counted < self._limit and self.leads():
+        while self._counted < self.limit and self.leads():
             try:
                 work = self._backlog.popleft()
             except IndexError:

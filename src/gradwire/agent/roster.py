@@ -7,6 +7,7 @@ and finds those of the others. The workers of one process can share a `LocalRost
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import os
 import secrets
@@ -20,6 +21,7 @@ from gradwire.errors import AuthenticationError, SetupError
 from gradwire.ids import WorkerInfo
 from gradwire.transport.base import Address, Greeting, Transport
 
+_NOBODY = -1
 #: How long a worker may take to show that it is still there.
 _PROBE_SECONDS = 2.0
 
@@ -48,6 +50,7 @@ def is_gone(member: Member, transports: Sequence[Transport], me: Greeting) -> bo
     """Whether nobody listens any more where a member did. One that does not answer, or cannot be
     reached from here, may still be there."""
     them = Greeting(member.info.id, member.info.name, member.incarnation)
+    me = me._replace(worker_id=_NOBODY)  # which is soon lost again: nobody must draw conclusions
     refusals = 0
     for address in member.addresses:
         for transport in transports:
@@ -55,10 +58,10 @@ def is_gone(member: Member, transports: Sequence[Transport], me: Greeting) -> bo
                 try:
                     transport.connect(address.place, me, them, _PROBE_SECONDS).close()
                     return False
-                except ConnectionRefusedError:
+                except (OSError, AuthenticationError) as error:
+                    if getattr(error, "errno", None) != errno.ECONNREFUSED:
+                        return False
                     refusals += 1
-                except (OSError, AuthenticationError):
-                    return False
     return refusals > 0
 
 
@@ -185,6 +188,11 @@ class StoreRoster:
         if found != entry and not self.fixed:
             holder = Member.from_json(found)
             if is_gone(holder):
+                if holder.info.id == member.info.id:  # others would take the one for the other
+                    raise SetupError(
+                        f"worker id {member.info.id} was that of {holder.info.name!r}, which has "
+                        "ended without leaving: give this one another rank"
+                    )
                 self.leave(holder)  # which it could not do itself
                 found = self._replace(place, "", entry)
         if found == entry:

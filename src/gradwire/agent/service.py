@@ -98,6 +98,10 @@ class Service:
         self._inbox: deque[Frame] = deque()
         self._closed = False
         self.requests: dict[int, Request] = {}
+        #: Threads that wait for the caller to take answers; and whether there are too many of them
+        #: to serve more of its calls.
+        self._stuck: set[int] = set()
+        self._paused = False
         self._last_sent = 0.0
         #: Whether answers are held back.
         self._holds = False
@@ -130,6 +134,9 @@ class Service:
             return
         self._flush()  # what the leader before held back
         while self._inbox:
+            if self._stuck and self._is_to_pause():
+                executor.leave_behind(None)
+                return
             try:
                 frame = self._inbox.popleft()
             except IndexError:
@@ -148,14 +155,33 @@ class Service:
         if not self._holds:
             return
         self._holds = False  # first: whoever holds one back from now on sees to it
-        executor = self.agent.executor
         try:
-            self._connection.flush(executor.hand_over)
+            self._connection.flush(self._wait_for_caller)
         except ConnectionClosed:
             self.close()
         finally:
-            if executor.sending:
-                executor.take_up()
+            if self._stuck:
+                self._go_on()
+
+    def _wait_for_caller(self) -> None:
+        """It is slow to take an answer. Others are served meanwhile."""
+        self._stuck.add(threading.get_ident())
+        self.agent.executor.hand_over()
+
+    def _go_on(self) -> None:
+        """An answer was taken, or never will be."""
+        self._stuck.discard(threading.get_ident())
+        self.agent.executor.take_up()
+        if self._paused:
+            self._paused = False
+            self.agent.executor.post(self._serve_inbox)
+
+    def _is_to_pause(self) -> bool:
+        """Whether answers to this caller take so many threads that no more of its calls are served,
+        nor read, until it has taken one."""
+        self._paused = True  # first: who goes on from now on sees it
+        self._paused = len(self._stuck) >= self.agent.executor.limit
+        return self._paused
 
     def _serve(self, frame: Frame) -> None:
         try:
@@ -197,21 +223,20 @@ class Service:
 
     def send(self, request: Request, kind: Kind, encoded: Encoded, tags: Tags | None) -> None:
         references = bool(encoded.passengers)
-        executor = self.agent.executor
         head = pack(kind, request.id, encoded.payload, tags, references=references)
         frame = Frame(head, encoded.buffers, encoded.rest)
         try:
             if not self._inbox or not self._send_with_others(frame):
                 self._last_sent = time.perf_counter()
-                self._connection.send(frame, executor.hand_over)
+                self._connection.send(frame, self._wait_for_caller)
             if references:
                 encoded.tell_passengers(self.caller)
         except ConnectionClosed:
             encoded.tell_passengers(None)
             self.close()  # the caller is gone and has been told so on its own side
         finally:
-            if executor.sending:
-                executor.take_up()
+            if self._stuck:
+                self._go_on()
             self.requests.pop(request.id, None)
 
     def _send_with_others(self, frame: Frame) -> bool:

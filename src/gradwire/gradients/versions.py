@@ -37,17 +37,15 @@ from gradwire.gradients.memory import Memory, address, in_memory, memory_of, mus
 # What has torch count changes in place.
 _COUNTING = torch._C.DispatchKeySet(torch._C.DispatchKey.ADInplaceOrView)
 
-#: Where there are parameters with a change that torch has not counted yet. One is counted here for
-#: all of them: what was saved in between is told apart by other means.
+#: Where there are parameters with a change that torch has not counted yet. (One is counted for all
+#: of them: what was saved in between is told apart by its version.)
 _owed: set[Memory] = set()
 #: Held while torch counts. Whoever begins to record waits for the end of that.
-_counting = threading.Lock()
+_counting = threading.RLock()
 
 
-def _changes_of(tensor: Tensor) -> int:
-    """How often a tensor was changed in place."""
-    owed = bool(_owed) and memory_of(tensor) in _owed  # first: a count is paid, then owed no more
-    return tensor._version + owed
+def _is_owed(tensor: Tensor) -> bool:
+    return bool(_owed) and memory_of(tensor) in _owed
 
 
 class Version:
@@ -60,9 +58,9 @@ class Version:
         self.elements: UntypedStorage | None = None
 
 
-#: What the graph has in place of a tensor: an alias, how often it had been changed in place, and
-#: the version if it is a parameter or a part of one.
-Saved = tuple[Tensor, int, "Version | None"]
+#: What the graph has in place of a tensor: an alias, how often it had been changed in place,
+#: whether a count was owed, and the version if it is a parameter or a part of one.
+Saved = tuple[Tensor, int, bool, "Version | None"]
 
 
 class _Tracked:
@@ -98,6 +96,7 @@ class Versions:
         self._recordings: dict[_Recording, int] = {}
         #: Looked at before every run of a pass: whether anything is owed.
         self.owed = _owed
+        self._paying = False
 
     # -- changing
 
@@ -194,17 +193,24 @@ class Versions:
         _owed.update(entry.memory for p in parameters if (entry := self._tracked.get(id(p))))
         self.pay()
 
-    def pay(self) -> None:
+    def pay(self, *, wait: bool = True) -> None:
         """Let torch count what it could not count before, if nobody can be saving now but this very
-        thread."""
-        with self.lock, _counting:
-            me = threading.get_ident()
-            if any(thread != me for thread in list(self._recordings.values())):
-                return
-            for entry in list(self._tracked.values()):
-                if entry.memory in _owed and (parameter := entry.parameter()) is not None:
-                    increment_version(parameter)
-            _owed.difference_update(list(self._residents))
+        thread. Unless it may `wait`, only if nobody is changing parameters: who does pays then."""
+        if not self.lock.acquire(blocking=wait):
+            return
+        try:
+            with _counting:
+                me = threading.get_ident()
+                others = any(thread != me for thread in list(self._recordings.values()))
+                if not others and not self._paying:
+                    self._paying = True
+                    for entry in list(self._tracked.values()):
+                        if entry.memory in _owed and (parameter := entry.parameter()) is not None:
+                            increment_version(parameter)
+                    _owed.difference_update(list(self._residents))
+                    self._paying = False
+        finally:
+            self.lock.release()
 
     def _version_in(self, memory: Memory | None) -> Version | None:
         known = self._versions.get(memory)  # type: ignore[arg-type]
@@ -224,7 +230,7 @@ class Versions:
         alias = tensor.detach() if tensor.requires_grad else tensor
         memory = memory_of(alias)
         if memory not in self._versions:
-            return alias, _changes_of(alias), None
+            return alias, alias._version, _is_owed(alias), None
         with self.lock:
             if tensor.is_leaf:
                 alias = tensor.detach()  # a parameter may have moved before we had the lock
@@ -233,7 +239,7 @@ class Versions:
             if version is None and memory in self._versions:
                 version = Version()
                 self._versions[memory] = weakref.ref(version)
-            return alias, _changes_of(alias), version
+            return alias, alias._version, _is_owed(alias), version
 
 
 class _Recording(saved_tensors_hooks):
@@ -252,26 +258,38 @@ class _Recording(saved_tensors_hooks):
         if self._versions._recordings.pop(self) == threading.get_ident():
             super().__exit__(*error)  # else it ends elsewhere: those are hooks of somebody else
         if _owed:
-            self._versions.pay()
+            # (The garbage collector may come by here, whatever lock this thread holds.)
+            self._versions.pay(wait=False)
+
+
+def _count_changes(tensor: Tensor, was_owed: bool) -> list[int]:
+    """How often a tensor may have been changed in place when it was saved, if it has not been
+    changed since; first of all how often it was changed by now. `was_owed`: a count was owed then.
+    It is not told which tensors that are in the memory of a parameter have its count."""
+    is_owed = _is_owed(tensor)  # first: a count is paid, then owed no more
+    changes = tensor._version
+    if was_owed:
+        return [changes] if is_owed else [changes, changes - 1]
+    return [changes + is_owed]
 
 
 def unpack(saved: Saved) -> Tensor:
     """Called by torch when a backward needs a tensor that was saved."""
-    tensor, number, version = saved
-    changes = _changes_of(tensor)  # before the next line: a change begins with putting aside
+    tensor, number, owed, version = saved
+    changes = _count_changes(tensor, owed)  # first: a change begins with putting aside
     if version is not None and version.elements is not None:
         if version.elements._cdata == address(tensor):
             return tensor
         return in_memory(version.elements, tensor)
-    if changes != number:
+    if number not in changes:
         with _counting:  # it may just have been paid
-            changes = _changes_of(tensor)
-    if changes != number:
+            changes = _count_changes(tensor, owed)
+    if number not in changes:
         raise RuntimeError(
             "one of the variables needed for gradient computation has been modified by an inplace "
-            f"operation: [{tensor.type()} {list(tensor.shape)}] is at version {changes}; expected "
-            f"version {number} instead. If it is a parameter that several trainers use, change it "
-            "inside `with gradwire.optim.changing([parameter]):`"
+            f"operation: [{tensor.type()} {list(tensor.shape)}] is at version {changes[0]}; "
+            f"expected version {number} instead. If it is a parameter that several trainers use, "
+            "change it inside `with gradwire.optim.changing([parameter]):`"
         )
     return tensor
 

@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
 from gradwire import autograd, current
+from gradwire.gradients.memory import address, memory_of
 from gradwire.refs.rref import RRef
 
 #: Parameters, or RRefs to them, under "params"; beside them lr and other settings.
@@ -45,11 +46,9 @@ def make(
     params: list[Any] = groups
     if len(groups) == 1 and not settings_of(groups[0]):
         params = groups[0]["params"]  # as it was given; not every class knows groups
-    try:
-        with making_optimizers:
-            optimizer = optimizer_class(params, *args, **kwargs)
-    finally:
-        stand_ins.step_down()
+    with making_optimizers:
+        optimizer = optimizer_class(params, *args, **kwargs)
+    stand_ins.rest()
     current.worker().versions.track(stand_ins.parameters)
     settings = [settings_of(group) for group in optimizer.param_groups]
     return RRef(LocalOptimizer(optimizer, stand_ins)), optimizer.defaults, settings
@@ -60,41 +59,54 @@ class _StandIns:
 
     def __init__(self) -> None:
         self._by_parameter: dict[Tensor, Tensor] = {}
-        #: Those that are in the place of their parameters now.
-        self._up: list[tuple[Tensor, Tensor]] = []
+        #: Those that are in the place of their parameters now; and with what in `.grad` before.
+        self._up: list[tuple[Tensor, Tensor, Tensor | None]] = []
 
     @property
     def parameters(self) -> list[Tensor]:
         return list(self._by_parameter)
 
-    def get(self, parameter: Tensor) -> Tensor:
-        """The one for a parameter, in its memory."""
+    def get(self, parameter: Any) -> Any:
+        """The one for a parameter. It has its value, in memory of its own: others may be using the
+        parameter while an optimizer is made."""
+        if not isinstance(parameter, Tensor):
+            return parameter  # whoever makes the optimizer says what is wrong
         found = self._by_parameter.get(parameter)
         if found is None:
             if not parameter.is_leaf:
                 raise ValueError("can't optimize a non-leaf Tensor")
-            found = parameter.detach()
-            if isinstance(parameter, torch.nn.Parameter):
-                found = torch.Tensor._make_subclass(type(parameter), found)
-            found.requires_grad_(parameter.requires_grad)
-            found.__dict__.update(parameter.__dict__)  # some optimizers look for marks there
+            found = parameter  # a sparse one, for instance, is in several places
+            if memory_of(parameter) is not None:
+                found = parameter.detach().clone()
+                if isinstance(parameter, torch.nn.Parameter):
+                    found = torch.Tensor._make_subclass(type(parameter), found)
+                found.requires_grad_(parameter.requires_grad)
+                found.__dict__.update(parameter.__dict__)  # some optimizers look for marks there
             self._by_parameter[parameter] = found
-            self._up.append((parameter, found))
         return found
+
+    def rest(self) -> None:
+        """Be in nobody's memory: who is in that of a parameter keeps it in place."""
+        for parameter, stand_in in self._by_parameter.items():
+            if stand_in is not parameter:
+                stand_in.data = stand_in.new_empty(0)
 
     def step_up(self, gradients: dict[Tensor, Tensor]) -> None:
         """Take the places of the parameters, with these gradients."""
         for parameter, stand_in in self._by_parameter.items():
-            stand_in.data = parameter.detach()
-            self._up.append((parameter, stand_in))
+            before = stand_in.grad
+            if stand_in is not parameter:
+                stand_in.data = parameter.detach()
+            self._up.append((parameter, stand_in, before))
             stand_in.grad = gradients.get(parameter)
 
     def step_down(self) -> None:
-        """Let go of gradients and memory: who else is in that of a parameter keeps it in place."""
         while self._up:
-            parameter, stand_in = self._up.pop()
-            stand_in.grad = None
-            if stand_in.data_ptr() != parameter.data_ptr():  # the optimizer has given it other
+            parameter, stand_in, before = self._up.pop()
+            stand_in.grad = before
+            if stand_in is parameter:
+                continue
+            if address(stand_in) != address(parameter):  # the optimizer has given it other memory
                 parameter.data = stand_in.detach()
             stand_in.data = stand_in.new_empty(0)
 
