@@ -19,17 +19,14 @@ import torch
 import gradwire
 from gradwire import current, rpc
 from gradwire.agent.farewell import Farewell
-from gradwire.agent.roster import LocalRoster
 from gradwire.errors import (
     CallError,
     NotInitializedError,
     SetupError,
     ShutDownError,
-    UnknownWorkerError,
     WorkerLost,
 )
 from gradwire.ids import WorkerInfo
-from gradwire.testing import transports_named
 from gradwire.testing.pairs import open_descriptors
 from gradwire.worker import Worker
 from tests.processes import Process, group, meeting_place, processes, run_group, until
@@ -154,141 +151,6 @@ def test_torchs_own_option_objects_are_understood() -> None:
     ours = gradwire.Options.of(theirs)
     assert (ours.num_worker_threads, ours.rpc_seconds) == (3, 7.0)
     assert ours.init_method == "file:///x"
-
-
-def test_workers_join_and_leave_an_open_group() -> None:
-    with meeting_place() as place:
-        options = rpc.Options(init_method=place)
-
-        def visitor() -> list[str]:
-            with gradwire.Worker("visitor", options=options) as me:
-                greeting = me.rpc_sync("host", whoami)
-                return [greeting, *(info.name for info in me.worker_infos())]
-
-        with gradwire.Worker("host", options=options) as host:
-            with pytest.raises(UnknownWorkerError, match="'visitor'"):
-                host.rpc_sync("visitor", whoami)
-            for _ in range(2):
-                with processes(visitor) as (guest,):
-                    assert guest.result() == ["host", "host", "visitor"]
-            with pytest.raises((UnknownWorkerError, WorkerLost), match="'visitor'"):
-                host.rpc_sync("visitor", whoami)
-            with pytest.raises(UnknownWorkerError):
-                host.rpc_sync("visitor", whoami)
-            assert [info.name for info in host.worker_infos()] == ["host"]
-
-
-def test_a_group_is_of_one_kind_and_names_are_unique() -> None:
-    with meeting_place() as place:
-        options = rpc.Options(init_method=place)
-        with gradwire.Worker("one", options=options):
-            with pytest.raises(SetupError, match="not unique"):
-                gradwire.Worker("one", options=options)
-            with pytest.raises(SetupError, match="mixes statically and dynamically"):
-                gradwire.Worker("two", 1, 2, options)
-
-
-def names(worker: Worker) -> list[str]:
-    return [info.name for info in worker.worker_infos()]
-
-
-def test_a_worker_that_is_refused_takes_nothing_along() -> None:
-    with meeting_place() as place:
-        options = rpc.Options(init_method=place)
-        with gradwire.Worker("one", options=options) as one:
-            for _ in range(2):
-                with pytest.raises(SetupError, match="name 'one' is not unique"):
-                    gradwire.Worker("one", options=options)
-            with pytest.raises(SetupError, match=f"id {one.id} is not unique"):
-                gradwire.Worker("two", one.id, options=options)
-            with gradwire.Worker("two", options=options) as two:
-                assert two.rpc_sync("one", whoami) == "one"
-                assert names(two) == ["one", "two"]
-
-
-@pytest.mark.parametrize(("name", "id"), [("one", 2), ("three", 0)])
-def test_a_worker_that_is_refused_in_its_process_takes_nothing_along(name: str, id: int) -> None:
-    common: Any = {"roster": LocalRoster(), "transports": transports_named("memory")}
-    with gradwire.Worker("one", 0, **common), gradwire.Worker("two", 1, **common) as two:
-        with pytest.raises(SetupError, match="not unique"):
-            gradwire.Worker(name, id, **common)
-        assert two.rpc_sync("one", whoami) == "one"
-        assert names(two) == ["one", "two"]
-
-
-def test_a_killed_worker_comes_back_to_an_open_group() -> None:
-    with meeting_place() as place:
-        options = rpc.Options(init_method=place)
-
-        def serve() -> None:
-            gradwire.Worker("server", options=options)
-            linger()
-
-        with gradwire.Worker("client", options=options) as client:
-            gone = threading.Event()
-            client.agent.on_gone.append(lambda _info: gone.set())
-            with processes(serve) as (first,):
-                until(lambda: names(client) == ["client", "server"], "the server is there")
-                assert client.rpc_sync("server", pid) == first.pid
-                first.kill()
-                assert gone.wait(TIMEOUT)
-            with processes(serve) as (second,):
-                until(lambda: client.worker_infos()[-1].id == 2, "the server is there again")
-                assert client.rpc_sync("server", pid) == second.pid
-                assert names(client) == ["client", "server"], "and the first one is not any more"
-
-
-def test_the_rank_of_a_killed_worker_is_not_given_to_another() -> None:
-    """Others would take the new one for the old one, whose references and contexts they dropped."""
-    with meeting_place() as place:
-        options = rpc.Options(init_method=place)
-
-        def serve() -> None:
-            gradwire.Worker("server", 7, options=options)
-            linger()
-
-        with gradwire.Worker("client", 0, options=options) as client:
-            gone = threading.Event()
-            client.agent.on_gone.append(lambda _info: gone.set())
-            with processes(serve) as (first,):
-                until(lambda: names(client) == ["client", "server"], "the server is there")
-                client.rpc_sync("server", pid)
-                first.kill()
-                assert gone.wait(TIMEOUT)
-            with pytest.raises(SetupError, match="give this one another rank"):
-                gradwire.Worker("server", 7, options=options)
-            with gradwire.Worker("server", 8, options=options):
-                assert client.rpc_sync("server", echo, args=(5,)) == 5
-
-
-def test_who_was_refused_is_not_taken_for_lost() -> None:
-    with meeting_place() as place:
-        options = rpc.Options(init_method=place)
-        with gradwire.Worker("one", 0, options=options) as one:
-            lost: list[int] = []
-            suspected = threading.Event()
-            one.agent.on_gone.append(lambda info: (lost.append(info.id), suspected.set()))
-            with pytest.raises(SetupError, match="'one' is not unique"):
-                gradwire.Worker("one", 5, options=options)
-            assert suspected.wait(TIMEOUT)  # whoever has knocked is not there any more
-            assert 5 not in lost
-
-
-def test_a_frozen_worker_keeps_its_name() -> None:
-    with meeting_place() as place:
-        options = rpc.Options(init_method=place)
-
-        def serve() -> None:
-            gradwire.Worker("server", options=options)
-            linger()
-
-        with gradwire.Worker("client", options=options) as client, processes(serve) as (server,):
-            until(lambda: names(client) == ["client", "server"], "the server is there")
-            server.signal(signal.SIGSTOP)
-            with pytest.raises(SetupError, match=r"not unique.*frozen.*give this one another"):
-                gradwire.Worker("server", options=options)
-            server.signal(signal.SIGCONT)
-            assert client.rpc_sync("server", pid) == server.pid
 
 
 @pytest.mark.parametrize(

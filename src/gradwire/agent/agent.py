@@ -23,16 +23,17 @@ from torch import Tensor
 from gradwire.agent.clock import Clock
 from gradwire.agent.exceptions import decode_exception
 from gradwire.agent.executor import Executor
-from gradwire.agent.futures import Future, when_all
+from gradwire.agent.futures import Future
 from gradwire.agent.insisting import Insistence
 from gradwire.agent.interceptors import Interceptor
 from gradwire.agent.link import Link
-from gradwire.agent.opencall import FOREVER, OpenCall
+from gradwire.agent.opencall import OpenCall
 from gradwire.agent.peers import Peer, Peers
 from gradwire.agent.roster import Member, Roster, is_gone
 from gradwire.agent.service import Request, Service
+from gradwire.agent.settling import complete_when_settled, wait_until_settled
 from gradwire.config import UNSET_TIMEOUT, Options, seconds
-from gradwire.errors import CallError, CallTimeout, RemoteError, ShutDownError
+from gradwire.errors import CallError, RemoteError, ShutDownError
 from gradwire.ids import WorkerInfo
 from gradwire.transport.base import Connection, Frame, Greeting, Transport
 from gradwire.transport.poller import new_poller
@@ -57,17 +58,6 @@ def _abandon_all() -> None:
 
 if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_abandon_all)
-
-
-def _unsettled(call: OpenCall, unsettled: Sequence[Future[Any]]) -> CallTimeout:
-    missing = ", ".join(str(future) for future in unsettled if not future.done())
-    return CallTimeout(
-        f"{call}: RPC ran for more than set timeout ({call.timeout * 1000:.0f} ms) and will now be "
-        "marked with an error. Its result is here, but refers to values of other workers, which "
-        f"have not answered: {missing}",
-        worker=call.to.name,
-        call=call.name,
-    )
 
 
 class Agent:
@@ -160,7 +150,7 @@ class Agent:
             raise
         value, unsettled = self._open_reply(call)
         if unsettled:
-            self._wait_for_all(call, unsettled)
+            wait_until_settled(call, unsettled, self.executor)
         return value
 
     def call_async(
@@ -308,42 +298,10 @@ class Agent:
             # Where it was unpacked tells nothing, and would tie the error to this frame.
             future.complete(None, error.with_traceback(None))
             return
-        if not unsettled:
+        if unsettled:
+            complete_when_settled(future, value, call, unsettled, self.clock)
+        else:
             future.complete(value, None)
-            return
-        #: Taken out by who settles it: nothing else may hold on to it.
-        result = [(future, value)]
-
-        def settle(error: BaseException | None) -> None:
-            try:
-                future, value = result.pop()
-            except IndexError:
-                return  # it was settled before
-            future.complete(value, error)
-            future.run_callbacks()
-
-        when_all(unsettled, settle)
-        if result and call.deadline != FOREVER:
-            left = max(0.0, call.deadline - time.monotonic())
-            self.clock.later(left, lambda: settle(_unsettled(call, unsettled)))
-
-    def _wait_for_all(self, call: OpenCall, unsettled: Sequence[Future[Any]]) -> None:
-        """Wait for what must be known before the result of a call may be used; not for longer than
-        the call may take."""
-        errors: list[BaseException | None] = []
-        known = threading.Event()
-
-        def settle(error: BaseException | None) -> None:
-            errors.append(error)
-            known.set()
-
-        when_all(unsettled, settle)
-        left = call.deadline - time.monotonic()
-        with self.executor.aside():
-            in_time = known.wait(None if left == FOREVER else max(0.0, left))
-        error = errors[0] if in_time else _unsettled(call, unsettled)
-        if error is not None:
-            raise error
 
     def _absorb(self, frame: Frame) -> None:
         """An answer nobody waits for any more: references in it must be dropped in good order."""

@@ -17,6 +17,7 @@ from gradwire.errors import ConnectionClosed
 from gradwire.transport.base import Address, Connection, Frame, Greeting
 from gradwire.transport.buffers import fresh_bytes
 from gradwire.transport.poller import Poller
+from gradwire.transport.reading import Reading
 
 
 class MemoryNetwork:
@@ -104,8 +105,9 @@ class MemoryConnection:
     def __init__(self, peer: Greeting):
         self.peer = peer
         self._inbox: deque[Frame] = deque()
-        self._reading = threading.Lock()
-        self._reader_thread = 0
+        reading = Reading()
+        self.begin_reading, self.end_reading = reading.begin, reading.end
+        self.stop_reading = reading.stop
         self._arrived = threading.Condition(threading.Lock())
         self._armed = False
         self._closed = False
@@ -144,23 +146,6 @@ class MemoryConnection:
     def _call_back(self) -> None:
         if self._poller is not None and self._callback is not None:
             self._poller.post(self._callback)
-
-    def begin_reading(self) -> bool:
-        if not self._reading.acquire(blocking=False):
-            return False
-        self._reader_thread = threading.get_ident()
-        return True
-
-    def end_reading(self) -> None:
-        self._reader_thread = 0
-        self._reading.release()
-
-    def stop_reading(self) -> bool:
-        reader = self._reader_thread
-        if reader == threading.get_ident():
-            self.end_reading()
-            return True
-        return reader == 0 and self._reading.locked()
 
     def receive(self) -> list[Frame]:
         with self._arrived:

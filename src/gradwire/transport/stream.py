@@ -25,6 +25,7 @@ from gradwire.transport.framing import (
     pack_prefix,
 )
 from gradwire.transport.poller import Poller
+from gradwire.transport.reading import Reading
 from gradwire.wire.tensors import memory_of
 
 #: A head from this size on goes the way of buffers.
@@ -88,13 +89,13 @@ class StreamConnection:
         self.peer = peer
         self._stream = stream
         self._stall_limit = stall_limit
-        self._reading = threading.Lock()
+        self._reading = Reading()
+        self.begin_reading = self._reading.begin
         self._writing = threading.Lock()
         self._held: deque[bytes] = deque()
         self._disposing = threading.Lock()
         #: The poller knows the connection by a number that is another one's once it is closed.
         self._registering = threading.RLock()
-        self._reader_thread = 0
         self._closed = False
         self._poller: Poller | None = None
         self._eager, self._eager_writing = Eager(), Eager()
@@ -253,24 +254,16 @@ class StreamConnection:
 
     # -- receiving
 
-    def begin_reading(self) -> bool:
-        if not self._reading.acquire(blocking=False):
-            return False
-        self._reader_thread = threading.get_ident()
-        return True
-
     def end_reading(self) -> None:
-        self._reader_thread = 0
-        self._reading.release()
+        self._reading.end()
         if self._closed:
             self._dispose()
 
     def stop_reading(self) -> bool:
-        reader = self._reader_thread
-        if reader == threading.get_ident():
-            self.end_reading()
-            return True
-        return reader == 0 and self._reading.locked()
+        had_it = self._reading.stop()
+        if self._closed:
+            self._dispose()
+        return had_it
 
     def receive(self) -> list[Frame]:
         reader = self._reader
@@ -353,12 +346,12 @@ class StreamConnection:
     def _dispose(self) -> None:
         """Give the descriptor back unless another thread is using it; that one will."""
         with self._disposing:
-            if not self._reading.acquire(blocking=False):
+            if not self._reading.begin():
                 return
             if self._writing.acquire(blocking=False):
                 self._release()
                 self._writing.release()
-            self._reading.release()
+            self._reading.end()
 
     def _release(self) -> None:
         self._stream.close()

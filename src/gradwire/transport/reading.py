@@ -1,0 +1,36 @@
+"""The right to read a connection."""
+
+from __future__ import annotations
+
+import threading
+
+
+class Reading:
+    """One thread at a time has it."""
+
+    __slots__ = ("_lock", "_reader")
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        #: The thread that has it, as soon as it could make a note of that.
+        self._reader = 0
+
+    def begin(self) -> bool:
+        """Whether this thread has it from now on."""
+        if not self._lock.acquire(blocking=False):
+            return False
+        self._reader = threading.get_ident()
+        return True
+
+    def end(self) -> None:
+        self._reader = 0
+        self._lock.release()
+
+    def stop(self) -> bool:
+        """For a thread that was interrupted and does not know: end it. Whether it had it, or may
+        have had it without a note of that."""
+        reader = self._reader
+        if reader == threading.get_ident():
+            self.end()
+            return True
+        return reader == 0 and self._lock.locked()

@@ -1,0 +1,166 @@
+"""Open groups: workers join and leave when they like, and names belong to those who live."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+import gradwire
+from gradwire import rpc
+from gradwire.agent.roster import LocalRoster
+from gradwire.errors import SetupError, UnknownWorkerError, WorkerLost
+from gradwire.testing import transports_named
+from gradwire.worker import Worker
+from tests.processes import meeting_place, processes, until
+
+TIMEOUT = 30.0
+
+
+def pid() -> int:
+    return os.getpid()
+
+
+def echo(value: Any) -> Any:
+    return value
+
+
+def whoami() -> str:
+    return rpc.get_worker_info().name
+
+
+def server(options: rpc.Options, rank: int = -1) -> Callable[[], None]:
+    """What a process does that only serves."""
+
+    def serve() -> None:
+        gradwire.Worker("server", rank, options=options)
+        threading.Event().wait(TIMEOUT)
+
+    return serve
+
+
+def test_workers_join_and_leave_an_open_group() -> None:
+    with meeting_place() as place:
+        options = rpc.Options(init_method=place)
+
+        def visitor() -> list[str]:
+            with gradwire.Worker("visitor", options=options) as me:
+                greeting = me.rpc_sync("host", whoami)
+                return [greeting, *(info.name for info in me.worker_infos())]
+
+        with gradwire.Worker("host", options=options) as host:
+            with pytest.raises(UnknownWorkerError, match="'visitor'"):
+                host.rpc_sync("visitor", whoami)
+            for _ in range(2):
+                with processes(visitor) as (guest,):
+                    assert guest.result() == ["host", "host", "visitor"]
+            with pytest.raises((UnknownWorkerError, WorkerLost), match="'visitor'"):
+                host.rpc_sync("visitor", whoami)
+            with pytest.raises(UnknownWorkerError):
+                host.rpc_sync("visitor", whoami)
+            assert [info.name for info in host.worker_infos()] == ["host"]
+
+
+def test_a_group_is_of_one_kind_and_names_are_unique() -> None:
+    with meeting_place() as place:
+        options = rpc.Options(init_method=place)
+        with gradwire.Worker("one", options=options):
+            with pytest.raises(SetupError, match="not unique"):
+                gradwire.Worker("one", options=options)
+            with pytest.raises(SetupError, match="mixes statically and dynamically"):
+                gradwire.Worker("two", 1, 2, options)
+
+
+def names(worker: Worker) -> list[str]:
+    return [info.name for info in worker.worker_infos()]
+
+
+def test_a_worker_that_is_refused_takes_nothing_along() -> None:
+    with meeting_place() as place:
+        options = rpc.Options(init_method=place)
+        with gradwire.Worker("one", options=options) as one:
+            for _ in range(2):
+                with pytest.raises(SetupError, match="name 'one' is not unique"):
+                    gradwire.Worker("one", options=options)
+            with pytest.raises(SetupError, match=f"id {one.id} is not unique"):
+                gradwire.Worker("two", one.id, options=options)
+            with gradwire.Worker("two", options=options) as two:
+                assert two.rpc_sync("one", whoami) == "one"
+                assert names(two) == ["one", "two"]
+
+
+@pytest.mark.parametrize(("name", "id"), [("one", 2), ("three", 0)])
+def test_a_worker_that_is_refused_in_its_process_takes_nothing_along(name: str, id: int) -> None:
+    common: Any = {"roster": LocalRoster(), "transports": transports_named("memory")}
+    with gradwire.Worker("one", 0, **common), gradwire.Worker("two", 1, **common) as two:
+        with pytest.raises(SetupError, match="not unique"):
+            gradwire.Worker(name, id, **common)
+        assert two.rpc_sync("one", whoami) == "one"
+        assert names(two) == ["one", "two"]
+
+
+def test_a_killed_worker_comes_back_to_an_open_group() -> None:
+    with meeting_place() as place:
+        options = rpc.Options(init_method=place)
+        with gradwire.Worker("client", options=options) as client:
+            gone = threading.Event()
+            client.agent.on_gone.append(lambda _info: gone.set())
+            with processes(server(options)) as (first,):
+                until(lambda: names(client) == ["client", "server"], "the server is there")
+                assert client.rpc_sync("server", pid) == first.pid
+                first.kill()
+                assert gone.wait(TIMEOUT)
+            with processes(server(options)) as (second,):
+                until(lambda: client.worker_infos()[-1].id == 2, "the server is there again")
+                assert client.rpc_sync("server", pid) == second.pid
+                assert names(client) == ["client", "server"], "and the first one is not any more"
+
+
+def test_the_rank_of_a_killed_worker_is_not_given_to_another() -> None:
+    """Others would take the new one for the old one, whose references and contexts they dropped."""
+    with meeting_place() as place:
+        options = rpc.Options(init_method=place)
+        with gradwire.Worker("client", 0, options=options) as client:
+            gone = threading.Event()
+            client.agent.on_gone.append(lambda _info: gone.set())
+            with processes(server(options, 7)) as (first,):
+                until(lambda: names(client) == ["client", "server"], "the server is there")
+                client.rpc_sync("server", pid)
+                first.kill()
+                assert gone.wait(TIMEOUT)
+            with pytest.raises(SetupError, match="give this one another rank"):
+                gradwire.Worker("server", 7, options=options)
+            with gradwire.Worker("server", 8, options=options):
+                assert client.rpc_sync("server", echo, args=(5,)) == 5
+
+
+def test_who_was_refused_is_not_taken_for_lost() -> None:
+    with meeting_place() as place:
+        options = rpc.Options(init_method=place)
+        with gradwire.Worker("one", 0, options=options) as one:
+            lost: list[int] = []
+            suspected = threading.Event()
+            one.agent.on_gone.append(lambda info: (lost.append(info.id), suspected.set()))
+            with pytest.raises(SetupError, match="'one' is not unique"):
+                gradwire.Worker("one", 5, options=options)
+            assert suspected.wait(TIMEOUT)  # whoever has knocked is not there any more
+            assert 5 not in lost
+
+
+def test_a_frozen_worker_keeps_its_name() -> None:
+    with meeting_place() as place:
+        options = rpc.Options(init_method=place)
+        with (
+            gradwire.Worker("client", options=options) as client,
+            processes(server(options)) as (frozen,),
+        ):
+            until(lambda: names(client) == ["client", "server"], "the server is there")
+            frozen.signal(signal.SIGSTOP)
+            with pytest.raises(SetupError, match=r"not unique.*frozen.*give this one another"):
+                gradwire.Worker("server", options=options)
+            frozen.signal(signal.SIGCONT)
+            assert client.rpc_sync("server", pid) == frozen.pid
