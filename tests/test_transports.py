@@ -36,6 +36,7 @@ from gradwire.transport.base import Connection, Frame
 from gradwire.transport.memory import MemoryNetwork
 from gradwire.transport.poller import EpollPoller, Poller, SelectorPoller
 from gradwire.transport.segments import SEGMENT_BYTES, SegmentReceiver, SegmentSender
+from gradwire.transport.stream import StreamConnection
 from gradwire.transport.tcp import TcpTransport
 from gradwire.transport.unix import UnixConnection, UnixTransport
 
@@ -165,6 +166,16 @@ def test_tcp_says_what_to_do_when_it_cannot_listen_there() -> None:
         pytest.raises(SetupError, match="GRADWIRE_HOST"),
     ):
         TcpTransport(TOKEN, host="192.0.2.1").listen(LISTENER, poller, lambda _: None)
+
+
+@pytest.mark.skipif(not hasattr(socket, "TCP_CONGESTION"), reason="the system cannot be told")
+def test_what_stays_in_the_machine_is_not_paced() -> None:
+    with WAYS["tcp"]() as pair:
+        for end in (pair.caller, pair.listener):
+            assert isinstance(end, StreamConnection)
+            assert isinstance(end._stream, socket.socket)
+            control = end._stream.getsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, 16)
+            assert control.rstrip(b"\0") == b"reno"
 
 
 # -- unix: shared memory

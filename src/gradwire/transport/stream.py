@@ -47,8 +47,7 @@ _CAN_GATHER = hasattr(socket.socket, "sendmsg")  # not on Windows
 
 
 class Stream(Protocol):
-    """What bytes go through: a socket that does not block, or something that is used like one. It
-    may take a moment before it says that there is no room."""
+    """What bytes go through: a socket that does not block, or something that is used like one."""
 
     def fileno(self) -> int: ...
 

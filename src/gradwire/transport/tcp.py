@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import ipaddress
-import platform
 import socket
-import struct
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -14,15 +12,10 @@ from gradwire.errors import SetupError
 from gradwire.transport.base import Address, Connection, Greeting
 from gradwire.transport.listening import StreamListener, shake_hands
 from gradwire.transport.poller import Poller
-from gradwire.transport.stream import Stream, StreamConnection
+from gradwire.transport.stream import StreamConnection
 
-#: On one machine what is under way should fit into the caches of its cores: a large tensor takes a
-#: third less time than with what the system chooses, which is right for networks.
-_LOOPBACK_BUFFER = 256 << 10
-_ON_LINUX = platform.system() == "Linux"
-#: Seconds and microseconds, as Linux has them: a tick of its clock, which is 1 to 10 ms. (A leader
-#: that is held up is relieved before that.)
-_A_MOMENT = struct.pack("ll", 0, 1000)
+#: The simplest that systems have: it sends what it is given as long as nothing is lost.
+_PLAIN_CONTROL = b"reno"
 
 
 @dataclass(frozen=True)
@@ -74,37 +67,18 @@ class TcpTransport:
     def connection(self, sock: socket.socket, peer: Greeting) -> StreamConnection:
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-        return StreamConnection(_as_stream(sock), peer, self.max_bytes, self.stall_limit)
+        _do_not_pace(sock)
+        sock.setblocking(False)
+        return StreamConnection(sock, peer, self.max_bytes, self.stall_limit)
 
 
-def _as_stream(sock: socket.socket) -> Stream:
-    sock.setblocking(False)
-    with contextlib.suppress(OSError):  # it may have ended already
-        if is_loopback(sock.getpeername()[0]):
-            sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _LOOPBACK_BUFFER)
-            sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, _LOOPBACK_BUFFER)
-            if _ON_LINUX:
-                return _PatientSocket(sock)
-    return sock
-
-
-class _PatientSocket:
-    """Reads what is there; but when it sends, the system waits a moment for room before it says
-    that there is none. With little room, a large tensor takes a tenth less time than when every
-    bit of it is reported first; with much, as networks need it, more."""
-
-    def __init__(self, sock: socket.socket):
-        sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, _A_MOMENT)
-        sock.setblocking(True)
-        self._sock = sock
-        self.fileno = sock.fileno
-        self.send = sock.send
-        self.sendmsg = sock.sendmsg
-        self.shutdown = sock.shutdown
-        self.close = sock.close
-
-    def recv_into(self, memory: memoryview) -> int:
-        return self._sock.recv_into(memory, 0, socket.MSG_DONTWAIT)
+def _do_not_pace(sock: socket.socket) -> None:
+    """Within a machine there is no congestion. Some systems' way to deal with it, where it is the
+    default (BBR), measures and paces all the same: large tensors take a fifth longer."""
+    if hasattr(socket, "TCP_CONGESTION"):
+        with contextlib.suppress(OSError):  # the connection may have ended already
+            if sock.getsockname()[0] == sock.getpeername()[0]:
+                sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, _PLAIN_CONTROL)
 
 
 class TcpListener(StreamListener):
