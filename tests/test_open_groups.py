@@ -9,9 +9,10 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+import torch
 
 import gradwire
-from gradwire import rpc
+from gradwire import autograd, rpc
 from gradwire.agent.roster import LocalRoster
 from gradwire.errors import SetupError, UnknownWorkerError, WorkerLost
 from gradwire.testing import transports_named
@@ -120,8 +121,59 @@ def test_a_killed_worker_comes_back_to_an_open_group() -> None:
                 assert names(client) == ["client", "server"], "and the first one is not any more"
 
 
-def test_the_rank_of_a_killed_worker_is_not_given_to_another() -> None:
-    """Others would take the new one for the old one, whose references and contexts they dropped."""
+def double(x: torch.Tensor) -> torch.Tensor:
+    return 2 * x
+
+
+def fetch(rref: Any) -> Any:
+    return rref.to_here()
+
+
+def check_all_works(me: Worker, to: str) -> None:
+    """Calls, gradients and references between two workers."""
+
+    def check() -> None:
+        x = torch.ones(3, requires_grad=True)
+        with autograd.context() as id:
+            y = me.rpc_sync(to, double, args=(x,))
+            autograd.backward(id, [y.sum()])
+            assert autograd.get_gradients(id)[x].tolist() == [2.0, 2.0, 2.0]
+        assert me.remote(to, double, args=(torch.ones(2),)).to_here().tolist() == [2.0, 2.0]
+        assert me.rpc_sync(to, fetch, args=(me.rref([1, 2]),)) == [1, 2]
+
+    me.agent.run_in_context(check)
+
+
+@pytest.mark.parametrize("where", ["store", "process"])
+def test_a_worker_comes_back_under_its_rank(where: str) -> None:
+    """With another id: what its first life has made may still be around."""
+    with meeting_place() as place:
+        common: Any = {"options": rpc.Options(init_method=place)}
+        if where == "process":
+            common = {"roster": LocalRoster(), "transports": transports_named("memory")}
+        with gradwire.Worker("client", 0, **common) as client:
+            seen = []
+            for _ in range(3):
+                with gradwire.Worker("server", 7, **common) as server:
+                    assert client.worker_info("server") == server.info
+                    seen.append(server.id)
+                    check_all_works(client, "server")
+                    check_all_works(server, "client")
+            assert seen[0] == 7
+            assert len(set(seen)) == 3
+
+
+def test_ids_are_given_that_nobody_has_as_a_rank() -> None:
+    with meeting_place() as place:
+        options = rpc.Options(init_method=place)
+        with (
+            gradwire.Worker("one", 0, options=options),
+            gradwire.Worker("two", options=options) as two,
+        ):
+            assert two.id == 1
+
+
+def test_a_killed_worker_comes_back_under_its_rank() -> None:
     with meeting_place() as place:
         options = rpc.Options(init_method=place)
         with gradwire.Worker("client", 0, options=options) as client:
@@ -129,13 +181,17 @@ def test_the_rank_of_a_killed_worker_is_not_given_to_another() -> None:
             client.agent.on_gone.append(lambda _info: gone.set())
             with processes(server(options, 7)) as (first,):
                 until(lambda: names(client) == ["client", "server"], "the server is there")
-                client.rpc_sync("server", pid)
+                check_all_works(client, "server")
+                held = client.remote("server", echo, args=(5,))
+                assert held.to_here() == 5
                 first.kill()
                 assert gone.wait(TIMEOUT)
-            with pytest.raises(SetupError, match="give this one another rank"):
-                gradwire.Worker("server", 7, options=options)
-            with gradwire.Worker("server", 8, options=options):
-                assert client.rpc_sync("server", echo, args=(5,)) == 5
+            with processes(server(options, 7)) as (second,):
+                until(lambda: client.worker_infos()[-1].id > 7, "the server is there again")
+                assert client.rpc_sync("server", pid) == second.pid
+                check_all_works(client, "server")
+                with pytest.raises(UnknownWorkerError, match=r"worker 7: .*server \(id 32767\)"):
+                    held.to_here()
 
 
 def test_who_was_refused_is_not_taken_for_lost() -> None:

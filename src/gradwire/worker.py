@@ -11,6 +11,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from types import TracebackType
 from typing import Any
 
@@ -21,7 +22,7 @@ from gradwire.agent.agent import Agent
 from gradwire.agent.calls import Calls
 from gradwire.agent.farewell import Farewell
 from gradwire.agent.futures import Future
-from gradwire.agent.roster import Roster, StoreRoster, meet
+from gradwire.agent.roster import Roster, StoreRoster, is_gone, meet
 from gradwire.config import UNSET_TIMEOUT, Options
 from gradwire.errors import SetupError
 from gradwire.gradients.context import Contexts
@@ -90,15 +91,14 @@ class Worker:
             roster, rank, world_size = meet(
                 self.options.init_method, rank, world_size, self.options.init_timeout
             )
-            if rank < 0:
-                rank = roster.claim_id()
         if transports is None:
             if isinstance(roster, StoreRoster):
                 token = roster.agree_on_token(token, rank)
             if token is None:
                 raise SetupError("a worker with a roster of its own needs a token in its options")
             transports = self._make_transports(token, host)
-        self.info = WorkerInfo(name, rank)
+        id = roster.choose_id(name, rank, partial(is_gone, transports=transports))
+        self.info = WorkerInfo(name, id)
         self._token: contextvars.Token[Any] | None = None
         self._ending = threading.Lock()
         self._ended = False

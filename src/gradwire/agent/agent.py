@@ -29,7 +29,7 @@ from gradwire.agent.interceptors import Interceptor
 from gradwire.agent.link import Link
 from gradwire.agent.opencall import OpenCall
 from gradwire.agent.peers import Peer, Peers
-from gradwire.agent.roster import Member, Roster, is_gone
+from gradwire.agent.roster import Member, Roster
 from gradwire.agent.service import Request, Service
 from gradwire.agent.settling import complete_when_settled, wait_until_settled
 from gradwire.config import UNSET_TIMEOUT, Options, seconds
@@ -125,7 +125,7 @@ class Agent:
             self._listeners.append(transport.listen(me, self.poller, self._accepted))
         addresses = tuple(listener.address for listener in self._listeners)
         member = Member(self.info, me.incarnation, addresses)
-        self.roster.join(member, lambda other: is_gone(other, self._transports, me))
+        self.roster.join(member)
         self.member = member
         # Calls that came in meanwhile are read only now, when this worker knows the others.
         self.executor.start()

@@ -55,7 +55,10 @@ class _Abandoned:
     def by_id(self, _id: int) -> NoReturn:
         self.members()
 
-    def join(self, _member: Member, _is_gone: object) -> NoReturn:
+    def choose_id(self, _name: str, _rank: int, _is_gone: object) -> NoReturn:
+        self.members()
+
+    def join(self, _member: Member) -> NoReturn:
         self.members()
 
     def leave(self, _member: Member) -> None:
@@ -89,15 +92,26 @@ class Peers:
         else:
             to = to.id if isinstance(to, WorkerInfo) else to
             peer = self._by_id.get(to)  # type: ignore[arg-type]
-        if peer is not None:
+        if peer is not None and (peer.link is not None or self._roster.fixed):
             return peer
-        member = self._roster.by_name(to) if isinstance(to, str) else self._roster.by_id(to)
-        if member is None:
-            names = ", ".join(m.info.name for m in self._roster.members())
-            raise UnknownWorkerError(
-                f"could not find destination worker {to!r}: the group has {names}"
-            )
-        return self._remember(member)
+        return self._look_up(to, peer)
+
+    def _look_up(self, to: str | int, known: Peer | None) -> Peer:
+        """In an open group anew: one that was known may have left, or come back as another."""
+        try:
+            member = self._roster.by_name(to) if isinstance(to, str) else self._roster.by_id(to)
+        except Exception:
+            if known is not None:  # the meeting place is no more, but that one may still be there
+                return known
+            raise
+        if member is not None:
+            return self._remember(member)
+        infos = [m.info for m in self._roster.members()]
+        if isinstance(to, str):
+            names = ", ".join(info.name for info in infos)
+        else:
+            names = ", ".join(f"{info.name} (id {info.id})" for info in infos)
+        raise UnknownWorkerError(f"could not find destination worker {to!r}: the group has {names}")
 
     def _remember(self, member: Member) -> Peer:
         with self._lock:
@@ -171,7 +185,7 @@ class Peers:
         raise self._unreachable(peer, call, reasons, deadline, timeout)
 
     def _forget_if_gone(self, peer: Peer) -> None:
-        """In an open group: look a worker up again next time, it may have left or come back."""
+        """In an open group it may be gone for good."""
         if not self._roster.fixed:
             with self._lock:
                 if self._by_id.get(peer.info.id) is peer:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import itertools
 import json
 import os
 import secrets
@@ -22,6 +23,10 @@ from gradwire.ids import WorkerInfo
 from gradwire.transport.base import Address, Greeting, Transport
 
 _NOBODY = -1
+#: In the place of a member that has left an open group.
+_LEFT = "left"
+#: Ids for those who come back are counted down from here: ranks are counted up from 0.
+_HIGHEST_ID = (1 << 15) - 1
 #: How long a worker may take to show that it is still there.
 _PROBE_SECONDS = 2.0
 
@@ -46,11 +51,13 @@ class Member:
         return cls(WorkerInfo(name, id), incarnation, tuple(Address(*a) for a in addresses))
 
 
-def is_gone(member: Member, transports: Sequence[Transport], me: Greeting) -> bool:
+def is_gone(member: Member, transports: Sequence[Transport]) -> bool:
     """Whether nobody listens any more where a member did. One that does not answer, or cannot be
     reached from here, may still be there."""
     them = Greeting(member.info.id, member.info.name, member.incarnation)
-    me = me._replace(worker_id=_NOBODY)  # which is soon lost again: nobody must draw conclusions
+    me = Greeting(
+        _NOBODY, "newcomer", ""
+    )  # who is soon lost again: nothing must be concluded from that
     refusals = 0
     for address in member.addresses:
         for transport in transports:
@@ -71,10 +78,16 @@ class Roster(Protocol):
     #: Whether the group has a fixed size, so that its members can wait for one another.
     fixed: bool
 
-    def join(self, member: Member, is_gone: Callable[[Member], bool]) -> None:
+    def choose_id(self, name: str, rank: int, is_gone: Callable[[Member], bool]) -> int:
+        """The id that a new worker should join with: its rank, if it has one.
+
+        In an open group nobody gets an id that another has had, though, for what that one has made
+        may still be around under its id: one that comes back gets a new id. `is_gone` tells whether
+        a member has ended without leaving; its name and its rank can be taken up again."""
+
+    def join(self, member: Member) -> None:
         """Add this worker; in a group of fixed size, return when everybody is there. Raises
-        SetupError when another has its name or its id. In an open group `is_gone` tells whether
-        that one has ended without leaving: then this one takes its place."""
+        SetupError when another has its name or its id."""
 
     def leave(self, member: Member) -> None:
         """Remove this worker, and nobody who has its name or its id by now."""
@@ -92,13 +105,20 @@ class LocalRoster:
     def __init__(self, size: int | None = None):
         self.fixed = size is not None
         self._members: dict[int, Member] = {}
+        #: Ids of those who have left.
+        self._former: set[int] = set()
+        self._more_ids = itertools.count(_HIGHEST_ID, -1)
         self._lock = threading.Lock()
 
-    def join(
+    def choose_id(
         self,
-        member: Member,
-        is_gone: Callable[[Member], bool],  # noqa: ARG002  # in one process everybody leaves
-    ) -> None:
+        name: str,  # noqa: ARG002  # who leaves takes the name along, and in one process all leave
+        rank: int,
+        is_gone: Callable[[Member], bool],  # noqa: ARG002
+    ) -> int:
+        return next(self._more_ids) if rank in self._former else rank
+
+    def join(self, member: Member) -> None:
         with self._lock:
             for other in self._members.values():
                 if other.info.name == member.info.name or other.info.id == member.info.id:
@@ -111,6 +131,7 @@ class LocalRoster:
         with self._lock:
             if not self.fixed and self._members.get(member.info.id) == member:
                 del self._members[member.info.id]
+                self._former.add(member.info.id)
 
     def by_name(self, name: str) -> Member | None:
         return next((m for m in self.members() if m.info.name == name), None)
@@ -125,10 +146,11 @@ class LocalRoster:
 class StoreRoster:
     """For workers that meet at a c10d store.
 
-    Keys: `kind` (fixed or open), `token`, `member/<id>` and `name/<name>` (the member's entry, or
-    nothing), `joined` (a counter, so that members of an open group can be listed). The members of a
-    fixed group may meet at the same store again after they have parted: every `size` arrivals make
-    a new group.
+    Keys: `kind` (fixed or open), `token`, `member/<id>` and `name/<name>` (the member's entry; when
+    it has left, a word that says so and nothing), `ids` and `more-ids` (counters of ids given to
+    workers without a rank, and to those who come back), `joined` (a counter, so that members of an
+    open group can be listed). The members of a fixed group may meet at the same store again after
+    they have parted: every `size` arrivals make a new group.
     """
 
     def __init__(self, store: Any, size: int | None, timeout: float):
@@ -148,21 +170,30 @@ class StoreRoster:
         if self.fixed:
             if rank == 0:
                 self._set("token", secrets.token_hex(32))
-        elif self._store.add(f"{self._prefix}/token-maker", 1) == 1:
+        elif self._count("token-maker") == 1:
             self._set("token", secrets.token_hex(32))
         return self._get("token", "the worker that makes the group's token").decode()
 
-    def claim_id(self) -> int:
-        """A free id in an open group."""
-        return int(self._store.add(f"{self._prefix}/ids", 1)) - 1
+    def choose_id(self, name: str, rank: int, is_gone: Callable[[Member], bool]) -> int:
+        if self.fixed:
+            return rank
+        for holder in (self.by_name(name), self.by_id(rank)):
+            if holder is not None and is_gone(holder):
+                self.leave(holder)  # which it could not do itself
+        if rank < 0:
+            rank = self._count("ids") - 1
+            while self._look(f"member/{rank}"):  # somebody has it as a rank
+                rank = self._count("ids") - 1
+        elif self._look(f"member/{rank}") == _LEFT:
+            rank = _HIGHEST_ID + 1 - self._count("more-ids")
+        return rank
 
-    def join(self, member: Member, is_gone: Callable[[Member], bool]) -> None:
+    def join(self, member: Member) -> None:
         info = member.info
         try:
-            for place, what in self._places(info).items():
-                self._claim(place, what, member, is_gone)
-            joined = self._store.add(f"{self._prefix}/joined", 1)
-            self._set(f"joined/{joined}", str(info.id))
+            self._claim(f"name/{info.name}", f"worker name {info.name!r}", member)
+            self._claim(f"member/{info.id}", f"worker id {info.id}", member)
+            self._set(f"joined/{self._count('joined')}", str(info.id))
         except BaseException:
             self.leave(member)  # it may have got its name, and not its id
             raise
@@ -172,30 +203,10 @@ class StoreRoster:
             text = self._get(f"member/{id}", f"the worker of rank {id}")
             self._known[id] = Member.from_json(text)
 
-    def _places(self, info: WorkerInfo) -> dict[str, str]:
-        """The keys under which a worker's entry lies, and what each stands for."""
-        return {
-            f"{self._prefix}/name/{info.name}": f"worker name {info.name!r}",
-            f"{self._prefix}/member/{info.id}": f"worker id {info.id}",
-        }
-
-    def _claim(
-        self, place: str, what: str, member: Member, is_gone: Callable[[Member], bool]
-    ) -> None:
+    def _claim(self, place: str, what: str, member: Member) -> None:
         """Put a member's entry where nobody else's is."""
         entry = member.to_json()
-        found = self._replace(place, "", entry)
-        if found != entry and not self.fixed:
-            holder = Member.from_json(found)
-            if is_gone(holder):
-                if holder.info.id == member.info.id:  # others would take the one for the other
-                    raise SetupError(
-                        f"worker id {member.info.id} was that of {holder.info.name!r}, which has "
-                        "ended without leaving: give this one another rank"
-                    )
-                self.leave(holder)  # which it could not do itself
-                found = self._replace(place, "", entry)
-        if found == entry:
+        if self._replace(f"{self._prefix}/{place}", "", entry) == entry:
             return
         why = f"{what} is not unique: another worker of the group has it"
         if self.fixed:  # the others need not wait for this one
@@ -218,8 +229,9 @@ class StoreRoster:
         if self.fixed:
             return
         with contextlib.suppress(Exception):  # the store went away before us
-            for place in self._places(member.info):
-                self._replace(place, member.to_json(), "")
+            entry = member.to_json()
+            self._replace(f"{self._prefix}/name/{member.info.name}", entry, "")
+            self._replace(f"{self._prefix}/member/{member.info.id}", entry, _LEFT)
 
     def by_name(self, name: str) -> Member | None:
         if self.fixed:
@@ -234,7 +246,7 @@ class StoreRoster:
 
     def members(self) -> list[Member]:
         if not self.fixed:
-            for number in range(1, int(self._store.add(f"{self._prefix}/joined", 0)) + 1):
+            for number in range(1, self._count("joined", 0) + 1):
                 id = self._look(f"joined/{number}")
                 if id:
                     self._fetch(int(id))
@@ -243,18 +255,22 @@ class StoreRoster:
     def _fetch(self, id: int) -> Member | None:
         """Look an id up anew: in an open group it may have left, or be somebody else by now."""
         text = self._look(f"member/{id}")
-        if not text:
+        if not text or text == _LEFT:
             self._known.pop(id, None)
             return None
         member = Member.from_json(text)
         self._known[id] = member
         return member
 
-    def _look(self, key: str) -> bytes | None:
+    def _look(self, key: str) -> str | None:
         """A value that may be missing, without waiting for it."""
         key = f"{self._prefix}/{key}"
-        found: bytes | None = self._store.get(key) if self._store.check([key]) else None
+        found: str | None = self._store.get(key).decode() if self._store.check([key]) else None
         return found
+
+    def _count(self, key: str, by: int = 1) -> int:
+        """The value of a counter, which goes on by that much."""
+        return int(self._store.add(f"{self._prefix}/{key}", by))
 
     def _get(self, key: str, whom: str) -> bytes:
         """A value that must come, waiting for it."""
