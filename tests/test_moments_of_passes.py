@@ -11,16 +11,19 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.optim import SGD
 
 from gradwire import autograd, rpc
 from gradwire.errors import ContextReleased
 from gradwire.gradients.passes import Pass
 from gradwire.gradients.versions import Versions
+from gradwire.optim import DistributedOptimizer
 from gradwire.testing import cluster
 from gradwire.wire.messages import Kind
 from gradwire.worker import Worker
@@ -235,6 +238,44 @@ def test_a_parameter_stays_protected_when_one_in_the_same_memory_dies() -> None:
         second.mul_(10)
     y.backward()  # type: ignore[no-untyped-call]
     assert_grad_is_one(x)
+
+
+def test_a_parameter_that_was_looked_at_for_a_moment_can_move_later() -> None:
+    versions, weight = Versions(), nn.Parameter(torch.ones(2))
+    passing = weight.detach()
+    versions.track([weight])
+    del passing
+    place = weight.data_ptr()
+
+    def change() -> None:
+        with versions.changing([weight]), torch.no_grad():
+            weight.add_(1)
+
+    change()
+    assert weight.data_ptr() == place, "nobody needs the value before"
+    recording = versions.recording()
+    assert recording is not None
+    with recording:
+        y = torch.ones(2, requires_grad=True) * weight
+    change()
+    assert weight.data_ptr() != place, "a backward may be reading there"
+    del y
+
+
+def test_an_optimizer_that_is_made_does_not_keep_parameters_in_place() -> None:
+    """Others that begin to look after a parameter take whoever is in its memory for a reason."""
+    seen: list[bool] = []
+
+    class Watched(nn.Parameter):
+        def detach(self) -> Tensor:
+            with ThreadPoolExecutor(1) as other:
+                seen.append(other.submit(worker.versions.lock.acquire, blocking=False).result())
+            return super().detach()
+
+    with cluster(1) as (worker,):
+        mine = worker.rref(Watched(torch.ones(2)))
+        worker.agent.run_in_context(lambda: DistributedOptimizer(SGD, [mine], lr=0.1))
+    assert seen == [False]
 
 
 _THREADS_USE_A_LEAF = """

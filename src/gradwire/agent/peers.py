@@ -92,7 +92,7 @@ class Peers:
         else:
             to = to.id if isinstance(to, WorkerInfo) else to
             peer = self._by_id.get(to)  # type: ignore[arg-type]
-        if peer is not None and (peer.link is not None or self._roster.fixed):
+        if peer is not None and (self._roster.fixed or peer.link is not None):
             return peer
         return self._look_up(to, peer)
 

@@ -158,6 +158,8 @@ class Versions:
         free = trim(entry.left)
         version = self._version_in(entry.memory)
         if version is None:
+            # Whoever looked at the memory when that was decided may have been only passing by.
+            entry.stays = entry.stays and must_stay(parameter)
             return
         self.copies += 1
         present = parameter.untyped_storage()

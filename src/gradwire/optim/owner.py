@@ -40,16 +40,17 @@ def make(
     kwargs: dict[str, Any],
 ) -> tuple[RRef[LocalOptimizer], dict[str, Any], list[Group]]:
     """Make an optimizer for parameters of this worker; tells its defaults and settings too."""
-    stand_ins = _StandIns()
-    for group in groups:
-        group["params"] = [stand_ins.get(rref.local_value()) for rref in group["params"]]
+    stand_ins, versions = _StandIns(), current.worker().versions
+    with versions.lock:  # who is in the memory of a parameter that others begin to track keeps it
+        for group in groups:
+            group["params"] = [stand_ins.get(rref.local_value()) for rref in group["params"]]
     params: list[Any] = groups
     if len(groups) == 1 and not settings_of(groups[0]):
         params = groups[0]["params"]  # as it was given; not every class knows groups
     with making_optimizers:
         optimizer = optimizer_class(params, *args, **kwargs)
     stand_ins.rest()
-    current.worker().versions.track(stand_ins.parameters)
+    versions.track(stand_ins.parameters)
     settings = [settings_of(group) for group in optimizer.param_groups]
     return RRef(LocalOptimizer(optimizer, stand_ins)), optimizer.defaults, settings
 
