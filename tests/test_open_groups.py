@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -13,11 +15,15 @@ import torch
 
 import gradwire
 from gradwire import autograd, rpc
-from gradwire.agent.roster import LocalRoster
-from gradwire.errors import SetupError, UnknownWorkerError, WorkerLost
+from gradwire.agent import roster
+from gradwire.agent.roster import LocalRoster, Member, is_gone
+from gradwire.errors import CallTimeout, SetupError, UnknownWorkerError, WorkerLost
+from gradwire.ids import WorkerInfo
+from gradwire.launch import free_port
 from gradwire.testing import transports_named
+from gradwire.transport.base import Address
 from gradwire.worker import Worker
-from tests.processes import meeting_place, processes, until
+from tests.processes import Process, meeting_place, processes, until
 
 TIMEOUT = 30.0
 
@@ -74,6 +80,10 @@ def test_a_group_is_of_one_kind_and_names_are_unique() -> None:
                 gradwire.Worker("one", options=options)
             with pytest.raises(SetupError, match="mixes statically and dynamically"):
                 gradwire.Worker("two", 1, 2, options)
+
+
+def thread_names() -> list[str]:
+    return [thread.name for thread in threading.enumerate()]
 
 
 def names(worker: Worker) -> list[str]:
@@ -192,6 +202,68 @@ def test_a_killed_worker_comes_back_under_its_rank() -> None:
                 check_all_works(client, "server")
                 with pytest.raises(UnknownWorkerError, match=r"worker 7: .*server \(id 32767\)"):
                     held.to_here()
+            with gradwire.Worker("successor", 7, options=options):
+                check_all_works(client, "successor")
+
+
+def test_only_who_could_be_reached_from_here_is_known_to_be_gone() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        place = "{}|{}".format(*server.getsockname())
+    info, addresses = WorkerInfo("server", 7), (Address("tcp", place), Address("unix", "nobody"))
+    ways = transports_named("tcp") + transports_named("unix")
+    assert is_gone(Member(info, "a life", addresses), ways)
+    assert not is_gone(Member(info, "a life", addresses, machine="another"), ways)
+
+
+@contextmanager
+def host_of_meeting_place(**more: Any) -> Iterator[tuple[Process, rpc.Options]]:
+    with free_port() as port:
+        options = rpc.Options(init_method=f"tcp://127.0.0.1:{port}", **more)
+
+        def serve() -> None:
+            gradwire.Worker("host", 0, options=options)
+            threading.Event().wait(TIMEOUT)
+
+        with processes(serve) as (host,):
+            yield host, options
+
+
+def test_nothing_waits_for_a_frozen_meeting_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    beat = {"heartbeat_interval": 0.2, "heartbeat_limit": 0.6}
+    with (
+        host_of_meeting_place(**beat) as (host, options),
+        gradwire.Worker("client", 1, options=options) as client,
+    ):
+        assert client.rpc_sync("host", pid) == host.pid
+        gone = threading.Event()
+        client.agent.on_gone.append(lambda _info: gone.set())
+        host.signal(signal.SIGSTOP)
+        with pytest.raises(WorkerLost, match="no sign of life"):
+            while True:  # it takes a moment until it stands still
+                client.rpc_sync("host", pid)
+        assert gone.wait(TIMEOUT)
+        with pytest.raises(CallTimeout):
+            client.rpc_sync("host", pid, timeout=0.1)
+        monkeypatch.setattr(roster, "_STORE_SECONDS", 0.1)
+        with pytest.raises(UnknownWorkerError, match="meeting place cannot be asked"):
+            client.rpc_sync("another", pid)
+        client.shutdown()  # which does not wait either
+        host.kill()
+        until(lambda: "gradwire-store" not in thread_names(), "who has asked knows that")
+
+
+def test_without_a_meeting_place_workers_that_know_each_other_go_on() -> None:
+    with (
+        host_of_meeting_place() as (host, options),
+        gradwire.Worker("one", 1, options=options) as one,
+        gradwire.Worker("two", 2, options=options),
+    ):
+        one.rpc_sync("two", pid)
+        host.kill()
+        assert one.rpc_sync("two", echo, args=(5,)) == 5
+        for ask in (one.worker_infos, lambda: one.rpc_sync("three", pid)):
+            with pytest.raises(UnknownWorkerError, match="meeting place cannot be asked"):
+                ask()
 
 
 def test_who_was_refused_is_not_taken_for_lost() -> None:

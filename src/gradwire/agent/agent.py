@@ -395,6 +395,7 @@ class Agent:
         if self._closing:
             return
         if farewell:
+            self.peers.forget(info)
             self._declare_gone(info)
         elif self.on_gone:
             self.executor.submit(lambda: self._probe(info))

@@ -100,6 +100,8 @@ class Farewell:
         self._conclude()
 
     def _leave_out(self, info: WorkerInfo) -> None:
+        if not self._agent.roster.fixed:
+            return  # nobody waits for anybody
         with self._changed:
             self._gone.add(info.id)
             self._changed.notify_all()

@@ -5,13 +5,14 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Sequence
-from typing import NoReturn
+from typing import Any, NoReturn, TypeVar
 
 from gradwire.agent.link import Link
 from gradwire.agent.roster import Member, Roster
 from gradwire.errors import (
     AuthenticationError,
     CallTimeout,
+    GradwireError,
     NotInitializedError,
     ShutDownError,
     UnknownWorkerError,
@@ -19,6 +20,8 @@ from gradwire.errors import (
 )
 from gradwire.ids import WorkerInfo
 from gradwire.transport.base import Connection, Greeting, Transport
+
+T = TypeVar("T")
 
 #: How long one attempt to connect may take, at most.
 CONNECT_SECONDS = 10.0
@@ -92,26 +95,31 @@ class Peers:
         else:
             to = to.id if isinstance(to, WorkerInfo) else to
             peer = self._by_id.get(to)  # type: ignore[arg-type]
-        if peer is not None and (self._roster.fixed or peer.link is not None):
-            return peer
-        return self._look_up(to, peer)
+        return peer or self._look_up(to)
 
-    def _look_up(self, to: str | int, known: Peer | None) -> Peer:
-        """In an open group anew: one that was known may have left, or come back as another."""
-        try:
-            member = self._roster.by_name(to) if isinstance(to, str) else self._roster.by_id(to)
-        except Exception:
-            if known is not None:  # the meeting place is no more, but that one may still be there
-                return known
-            raise
+    def _look_up(self, to: str | int) -> Peer:
+        find: Any = self._roster.by_name if isinstance(to, str) else self._roster.by_id
+        member = self._ask(find, to)
         if member is not None:
             return self._remember(member)
-        infos = [m.info for m in self._roster.members()]
+        infos = [m.info for m in self._ask(self._roster.members)]
         if isinstance(to, str):
             names = ", ".join(info.name for info in infos)
         else:
             names = ", ".join(f"{info.name} (id {info.id})" for info in infos)
         raise UnknownWorkerError(f"could not find destination worker {to!r}: the group has {names}")
+
+    def _ask(self, question: Callable[..., T], *args: Any) -> T:
+        """What the roster says, which may have to ask the meeting place."""
+        try:
+            return question(*args)
+        except GradwireError:
+            raise
+        except Exception as error:
+            raise UnknownWorkerError(
+                "the meeting place cannot be asked who is in the group: has the worker of rank 0 "
+                f"ended, which hosts it? Workers that know each other go on ({error})"
+            ) from error
 
     def _remember(self, member: Member) -> Peer:
         with self._lock:
@@ -124,7 +132,10 @@ class Peers:
 
     def all(self) -> list[Peer]:
         """Everybody in the group, this worker included."""
-        return [self._remember(member) for member in self._roster.members()]
+        found = [self._remember(member) for member in self._ask(self._roster.members)]
+        for peer in set(self._by_id.values()).difference(found):
+            self.forget(peer.info)
+        return found
 
     def links(self) -> list[Link]:
         with self._lock:
@@ -166,7 +177,7 @@ class Peers:
             peer.connecting.release()
 
     def _open(self, peer: Peer, call: str, deadline: float, timeout: float) -> Connection:
-        reasons = []
+        reasons, gone = [], True
         for address in peer.member.addresses:
             transport = self._transports.get(address.transport)
             if transport is None:
@@ -180,18 +191,21 @@ class Peers:
                 )
             except (OSError, AuthenticationError) as error:
                 reasons.append(f"{address.transport}: {error}")
-        self._forget_if_gone(peer)
+                gone = gone and isinstance(error, (ConnectionRefusedError, AuthenticationError))
+        if gone:
+            self.forget(peer.info)
         reasons = reasons or ["no transport in common"]
         raise self._unreachable(peer, call, reasons, deadline, timeout)
 
-    def _forget_if_gone(self, peer: Peer) -> None:
-        """In an open group it may be gone for good."""
-        if not self._roster.fixed:
-            with self._lock:
-                if self._by_id.get(peer.info.id) is peer:
-                    del self._by_id[peer.info.id]
-                if self._by_name.get(peer.info.name) is peer:
-                    del self._by_name[peer.info.name]
+    def forget(self, info: WorkerInfo) -> None:
+        """Of one that is gone. In an open group it is looked up again next time: it may have come
+        back as another."""
+        with self._lock:
+            peer = self._by_id.get(info.id)
+            if peer is not None and peer.link is None and not self._roster.fixed:
+                del self._by_id[info.id]
+                if self._by_name.get(info.name) is peer:
+                    del self._by_name[info.name]
 
     def _unreachable(
         self, peer: Peer, call: str, reasons: list[str], deadline: float, timeout: float

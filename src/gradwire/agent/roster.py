@@ -11,16 +11,21 @@ import errno
 import itertools
 import json
 import os
+import platform
 import secrets
 import threading
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from concurrent.futures import Future
+from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import Any, Protocol
+from functools import cache
+from pathlib import Path
+from typing import Any, Protocol, TypeVar
 
 from gradwire.errors import AuthenticationError, SetupError
 from gradwire.ids import WorkerInfo
 from gradwire.transport.base import Address, Greeting, Transport
+from gradwire.transport.tcp import is_loopback
 
 _NOBODY = -1
 #: In the place of a member that has left an open group.
@@ -29,6 +34,20 @@ _LEFT = "left"
 _HIGHEST_ID = (1 << 15) - 1
 #: How long a worker may take to show that it is still there.
 _PROBE_SECONDS = 2.0
+#: How long the meeting place may take to say who is in an open group.
+_STORE_SECONDS = 5.0
+
+T = TypeVar("T")
+
+
+@cache
+def this_machine() -> str:
+    """Of two processes with the same, each can reach what listens on the other's loopback."""
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        return f"{boot} {os.stat('/proc/self/ns/net').st_ino}"
+    except OSError:
+        return platform.node()
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,17 +57,21 @@ class Member:
     info: WorkerInfo
     incarnation: str
     addresses: tuple[Address, ...]
+    #: Who is on the same finds the same at addresses that mean nothing elsewhere.
+    machine: str = field(default_factory=this_machine)
 
     def to_json(self) -> str:
-        return json.dumps([self.info.name, self.info.id, self.incarnation, self.addresses])
+        info = self.info
+        return json.dumps([info.name, info.id, self.incarnation, self.addresses, self.machine])
 
     @classmethod
     def from_json(cls, text: str | bytes) -> Member:
         found = json.loads(text)
         if isinstance(found, dict):
             raise SetupError(f"the group cannot meet: {found['refused']}")
-        name, id, incarnation, addresses = found
-        return cls(WorkerInfo(name, id), incarnation, tuple(Address(*a) for a in addresses))
+        name, id, incarnation, addresses, machine = found
+        places = tuple(Address(*address) for address in addresses)
+        return cls(WorkerInfo(name, id), incarnation, places, machine)
 
 
 def is_gone(member: Member, transports: Sequence[Transport]) -> bool:
@@ -60,6 +83,8 @@ def is_gone(member: Member, transports: Sequence[Transport]) -> bool:
     )  # who is soon lost again: nothing must be concluded from that
     refusals = 0
     for address in member.addresses:
+        if _is_local(address) and member.machine != this_machine():
+            continue
         for transport in transports:
             if transport.name == address.transport:
                 try:
@@ -70,6 +95,10 @@ def is_gone(member: Member, transports: Sequence[Transport]) -> bool:
                         return False
                     refusals += 1
     return refusals > 0
+
+
+def _is_local(address: Address) -> bool:
+    return address.transport != "tcp" or is_loopback(address.place.split("|")[0])
 
 
 class Roster(Protocol):
@@ -159,6 +188,8 @@ class StoreRoster:
         self._size = size
         self._timeout = timeout
         self._known: dict[int, Member] = {}
+        #: Numbers of those who have joined and left.
+        self._past: set[int] = set()
         self._check_kind()
         round = 0 if size is None else (int(store.add("gradwire/arrivals", 1)) - 1) // size
         self._prefix = f"gradwire/{round}"
@@ -177,16 +208,18 @@ class StoreRoster:
     def choose_id(self, name: str, rank: int, is_gone: Callable[[Member], bool]) -> int:
         if self.fixed:
             return rank
-        for holder in (self.by_name(name), self.by_id(rank)):
+        for holder in {self.by_name(name), self.by_id(rank)}:
             if holder is not None and is_gone(holder):
                 self.leave(holder)  # which it could not do itself
-        if rank < 0:
-            rank = self._count("ids") - 1
-            while self._look(f"member/{rank}"):  # somebody has it as a rank
-                rank = self._count("ids") - 1
-        elif self._look(f"member/{rank}") == _LEFT:
-            rank = _HIGHEST_ID + 1 - self._count("more-ids")
-        return rank
+        if rank >= 0 and self._look(f"member/{rank}") != _LEFT:
+            return rank
+        taken = True
+        while taken:  # by somebody who has it as a rank, or has had it
+            id = self._count("ids") - 1 if rank < 0 else _HIGHEST_ID + 1 - self._count("more-ids")
+            taken = bool(self._look(f"member/{id}"))
+        if not 0 <= id <= _HIGHEST_ID:
+            raise SetupError("this group has had more workers than there are ids: begin a new one")
+        return id
 
     def join(self, member: Member) -> None:
         info = member.info
@@ -206,8 +239,11 @@ class StoreRoster:
     def _claim(self, place: str, what: str, member: Member) -> None:
         """Put a member's entry where nobody else's is."""
         entry = member.to_json()
-        if self._replace(f"{self._prefix}/{place}", "", entry) == entry:
+        found = self._replace(f"{self._prefix}/{place}", "", entry)
+        if found == entry:
             return
+        if found == _LEFT:
+            raise SetupError(f"{what} was given up by another worker this very moment: try again")
         why = f"{what} is not unique: another worker of the group has it"
         if self.fixed:  # the others need not wait for this one
             self._set(f"member/{member.info.id}", json.dumps({"refused": why}))
@@ -226,34 +262,37 @@ class StoreRoster:
             )
 
     def leave(self, member: Member) -> None:
-        if self.fixed:
-            return
-        with contextlib.suppress(Exception):  # the store went away before us
-            entry = member.to_json()
-            self._replace(f"{self._prefix}/name/{member.info.name}", entry, "")
-            self._replace(f"{self._prefix}/member/{member.info.id}", entry, _LEFT)
+        if not self.fixed:
+            with contextlib.suppress(Exception):  # the store went away before us
+                _in_time(self._strike_off, member)
+
+    def _strike_off(self, member: Member) -> None:
+        entry = member.to_json()
+        self._replace(f"{self._prefix}/name/{member.info.name}", entry, "")
+        self._replace(f"{self._prefix}/member/{member.info.id}", entry, _LEFT)
 
     def by_name(self, name: str) -> Member | None:
         if self.fixed:
             return next((m for m in self._known.values() if m.info.name == name), None)
-        text = self._look(f"name/{name}")
+        text = _in_time(self._look, f"name/{name}")
         return Member.from_json(text) if text else None
 
     def by_id(self, id: int) -> Member | None:
-        if self.fixed:
-            return self._known.get(id)
-        return self._fetch(id)
+        return self._known.get(id) if self.fixed else _in_time(self._fetch, id)
 
     def members(self) -> list[Member]:
         if not self.fixed:
-            for number in range(1, self._count("joined", 0) + 1):
-                id = self._look(f"joined/{number}")
-                if id:
-                    self._fetch(int(id))
+            _in_time(self._fetch_all)
         return sorted(self._known.values(), key=lambda m: m.info.id)
 
+    def _fetch_all(self) -> None:
+        for number in set(range(1, self._count("joined", 0) + 1)) - self._past:
+            id = self._look(f"joined/{number}")
+            if id and self._fetch(int(id)) is None:
+                self._past.add(number)  # for good: nobody comes back with the same id
+
     def _fetch(self, id: int) -> Member | None:
-        """Look an id up anew: in an open group it may have left, or be somebody else by now."""
+        """Look an id up anew: in an open group it may have left."""
         text = self._look(f"member/{id}")
         if not text or text == _LEFT:
             self._known.pop(id, None)
@@ -292,6 +331,23 @@ class StoreRoster:
         """Set a value unless it is not the one expected ("": there is none); what it is now."""
         found = self._store.compare_set(key, expected, value)
         return found if isinstance(found, str) else str(found.decode())
+
+
+def _in_time(question: Callable[..., T], *args: Any) -> T:
+    """The answer of the meeting place, for which torch waits without end if its host is frozen."""
+    answer: Future[T] = Future()
+
+    def ask() -> None:
+        try:
+            answer.set_result(question(*args))
+        except BaseException as error:
+            answer.set_exception(error)
+
+    threading.Thread(target=ask, name="gradwire-store", daemon=True).start()
+    try:
+        return answer.result(_STORE_SECONDS)
+    except TimeoutError as error:
+        raise TimeoutError(f"no answer within {_STORE_SECONDS:g} s") from error
 
 
 def meet(
