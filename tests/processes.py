@@ -16,6 +16,7 @@ import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any
 
 from gradwire import rpc
@@ -128,6 +129,18 @@ def run_group(size: int, body: Callable[[int], Any], **options: Any) -> list[Any
     """Run a group to its end; the results by rank."""
     with group(size, body, **options) as started:
         return [process.result() for process in started]
+
+
+def freeze(pid: int) -> None:
+    """Stop a process, and return when all its threads stand still."""
+
+    def stands_still() -> bool:
+        states = [task.read_text().rpartition(")")[2].split()[0] for task in tasks.glob("*/stat")]
+        return set(states) == {"T"}
+
+    tasks = Path(f"/proc/{pid}/task")
+    os.kill(pid, signal.SIGSTOP)
+    until(stands_still, "it stands still")
 
 
 def until(condition: Callable[[], bool], what: str) -> None:

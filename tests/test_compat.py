@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
+import os
+import runpy
 import subprocess
 import sys
 import textwrap
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+
+from tests.processes import processes
 
 SECONDS = 60
 Run = Callable[..., str]
@@ -30,6 +37,26 @@ def run(tmp_path: Path) -> Run:
         )
         assert ran.returncode == 0, ran.stdout + ran.stderr
         return ran.stdout
+
+    return run
+
+
+@pytest.fixture
+def run_here(tmp_path: Path) -> Run:
+    """The same in a fork of this process, which has imported torch."""
+
+    def run(text: str) -> str:
+        def program() -> str:
+            os.chdir(tmp_path)
+            warnings.simplefilter("ignore")
+            with contextlib.redirect_stdout(io.StringIO()) as written:
+                runpy.run_path("program.py", run_name="__main__")
+            return written.getvalue()
+
+        (tmp_path / "program.py").write_text(textwrap.dedent(text))
+        with processes(program) as (child,):
+            written: str = child.result()
+            return written
 
     return run
 
@@ -114,7 +141,7 @@ def test_spawned_processes_are_on_gradwire_too(run: Run) -> None:
     assert run(program, "-m", "gradwire.compat") == "2 gradwire.compat.rpc\n"
 
 
-def test_uninstalling_puts_everything_back(run: Run) -> None:
+def test_uninstalling_puts_everything_back(run_here: Run) -> None:
     program = """
     import multiprocessing.spawn
     import sys
@@ -145,10 +172,10 @@ def test_uninstalling_puts_everything_back(run: Run) -> None:
     print(sorted(map(str, (key for key in before if before[key] != after.get(key)))))
     print(multiprocessing.spawn.get_preparation_data is prepare, gradwire.compat.is_installed())
     """
-    assert run(program) == "[]\nTrue False\n"
+    assert run_here(program) == "[]\nTrue False\n"
 
 
-def test_it_is_too_late_when_torchs_rpc_is_running(run: Run) -> None:
+def test_it_is_too_late_when_torchs_rpc_is_running(run_here: Run) -> None:
     program = """
     import os
     from torch.distributed import rpc
@@ -162,7 +189,7 @@ def test_it_is_too_late_when_torchs_rpc_is_running(run: Run) -> None:
         print(error)
     rpc.shutdown()
     """
-    assert "is running in this process already" in run(program)
+    assert "is running in this process already" in run_here(program)
 
 
 ALONE = """
@@ -178,7 +205,7 @@ def join(**options):
 """
 
 
-def test_an_option_without_effect_is_named_once(run: Run) -> None:
+def test_an_option_without_effect_is_named_once(run_here: Run) -> None:
     program = ALONE + textwrap.dedent("""
     for _ in range(2):
         with warnings.catch_warnings(record=True) as told:
@@ -187,13 +214,13 @@ def test_an_option_without_effect_is_named_once(run: Run) -> None:
         print(sorted(str(w.message) for w in told if "is ignored" in str(w.message)))
         rpc.shutdown()
     """)
-    first, second = run(program).splitlines()
+    first, second = run_here(program).splitlines()
     assert "the option _transports is ignored" in first
     assert "the option device_maps is ignored" in first
     assert second == "[]"
 
 
-def test_waiting_for_many_futures_ends_with_the_first_error(run: Run) -> None:
+def test_waiting_for_many_futures_ends_with_the_first_error(run_here: Run) -> None:
     program = ALONE + textwrap.dedent("""
     release = threading.Event()
     def wait():
@@ -211,10 +238,10 @@ def test_waiting_for_many_futures_ends_with_the_first_error(run: Run) -> None:
     print(torch.futures.wait_all([futures[0]]))
     rpc.shutdown()
     """)
-    assert run(program) == "'first' False\n'first' False\n[None]\n"
+    assert run_here(program) == "'first' False\n'first' False\n[None]\n"
 
 
-def test_special_methods_are_called_through_proxies(run: Run) -> None:
+def test_special_methods_are_called_through_proxies(run_here: Run) -> None:
     program = ALONE + textwrap.dedent("""
     import copy
     join()
@@ -228,10 +255,10 @@ def test_special_methods_are_called_through_proxies(run: Run) -> None:
         print(error)
     rpc.shutdown()
     """)
-    assert run(program) == "1 1\nTrue\n1\ntype object 'dict' has no attribute '__matmul__'\n"
+    assert run_here(program) == "1 1\nTrue\n1\ntype object 'dict' has no attribute '__matmul__'\n"
 
 
-def test_compiled_functions_and_modules_are_sent(run: Run) -> None:
+def test_compiled_functions_and_modules_are_sent(run_here: Run) -> None:
     program = ALONE + textwrap.dedent("""
     from torch.distributed.rpc import RRef
     @torch.jit.script
@@ -249,10 +276,10 @@ def test_compiled_functions_and_modules_are_sent(run: Run) -> None:
     print(tuple(rpc.rpc_sync("me", apply, args=(module, torch.ones(2)))))
     rpc.shutdown()
     """)
-    assert run(program) == "ScriptFunction [2.0, 2.0]\n[2.0]\n(3,)\n"
+    assert run_here(program) == "ScriptFunction [2.0, 2.0]\n[2.0]\n(3,)\n"
 
 
-def test_gradients_are_averaged_in_contexts_of_both_kinds(run: Run) -> None:
+def test_gradients_are_averaged_in_contexts_of_both_kinds(run_here: Run) -> None:
     program = ALONE + textwrap.dedent("""
     import torch.distributed as dist
     import torch.distributed.autograd as dist_autograd
@@ -270,4 +297,4 @@ def test_gradients_are_averaged_in_contexts_of_both_kinds(run: Run) -> None:
     rpc.shutdown()
     dist.destroy_process_group()
     """)
-    assert run(program) == "[[1.0, 1.0]]\nNone\n[[1.0, 1.0]]\n"
+    assert run_here(program) == "[[1.0, 1.0]]\nNone\n[[1.0, 1.0]]\n"

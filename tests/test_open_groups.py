@@ -23,7 +23,7 @@ from gradwire.launch import free_port
 from gradwire.testing import transports_named
 from gradwire.transport.base import Address
 from gradwire.worker import Worker
-from tests.processes import Process, meeting_place, processes, until
+from tests.processes import Process, freeze, meeting_place, processes, until
 
 TIMEOUT = 30.0
 
@@ -237,10 +237,9 @@ def test_nothing_waits_for_a_frozen_meeting_place(monkeypatch: pytest.MonkeyPatc
         assert client.rpc_sync("host", pid) == host.pid
         gone = threading.Event()
         client.agent.on_gone.append(lambda _info: gone.set())
-        host.signal(signal.SIGSTOP)
+        freeze(host.pid)
         with pytest.raises(WorkerLost, match="no sign of life"):
-            while True:  # it takes a moment until it stands still
-                client.rpc_sync("host", pid)
+            client.rpc_sync("host", pid)
         assert gone.wait(TIMEOUT)
         with pytest.raises(CallTimeout):
             client.rpc_sync("host", pid, timeout=0.1)
@@ -287,7 +286,7 @@ def test_a_frozen_worker_keeps_its_name() -> None:
             processes(server(options)) as (frozen,),
         ):
             until(lambda: names(client) == ["client", "server"], "the server is there")
-            frozen.signal(signal.SIGSTOP)
+            freeze(frozen.pid)
             with pytest.raises(SetupError, match=r"not unique.*frozen.*give this one another"):
                 gradwire.Worker("server", options=options)
             frozen.signal(signal.SIGCONT)

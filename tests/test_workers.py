@@ -29,7 +29,7 @@ from gradwire.errors import (
 from gradwire.ids import WorkerInfo
 from gradwire.testing.pairs import open_descriptors
 from gradwire.worker import Worker
-from tests.processes import Process, group, meeting_place, processes, run_group, until
+from tests.processes import Process, freeze, group, meeting_place, processes, run_group, until
 
 TIMEOUT = 30.0
 
@@ -268,7 +268,7 @@ def test_a_frozen_worker_is_noticed_by_its_silence() -> None:
             linger()
             return None
         victim = rpc.rpc_sync("worker1", pid)
-        os.kill(victim, signal.SIGSTOP)
+        freeze(victim)
         with pytest.raises(WorkerLost) as lost:
             rpc.rpc_sync("worker1", pid, timeout=TIMEOUT)
         rpc.shutdown(graceful=False)
@@ -494,7 +494,7 @@ def test_a_graceful_shutdown_waits_for_one_that_was_frozen() -> None:
         gone = threading.Event()
         current.worker().agent.on_gone.append(lambda _info: gone.set())
         other = rpc.rpc_sync("worker1", pid)
-        os.kill(other, signal.SIGSTOP)
+        freeze(other)
         with pytest.raises(WorkerLost, match="no sign of life"):
             rpc.rpc_sync("worker1", pid, timeout=TIMEOUT)
         assert gone.wait(TIMEOUT)
