@@ -152,6 +152,17 @@ def test_sixty_trainers_share_a_worker_and_some_fail(trio: list[Worker]) -> None
 # -- how they end
 
 
+def test_a_thread_does_not_keep_the_pass_that_failed_there(trio: list[Worker]) -> None:
+    """Torch would keep what the run had still to come to, and the gate there knows its pass."""
+    x = torch.ones(2, requires_grad=True)
+    with contextlib.suppress(soak.Refused), autograd.context() as context_id:
+        y = rpc.rpc_sync("worker1", soak.relay, args=(x, True))
+        there = weakref.ref(trio[1].contexts.get(context_id))
+        autograd.backward(context_id, [y.sum()])
+    until(lambda: not trio[1].contexts.all(), "it is released there too")
+    until(lambda: not gc.collect() and there() is None, "nobody holds it any more")
+
+
 @pytest.mark.parametrize("transport", ["memory", "unix"])
 def test_nothing_is_left_of_many_contexts(transport: str) -> None:
     assert soak.soak(200, transport, lambda line: None) == []

@@ -101,6 +101,9 @@ class Run:
                 allow_unreachable=True,
                 accumulate_grad=into_grad,
             )
+        except BaseException:
+            _let_go_of_the_rest()
+            raise
         finally:
             running.aside = outer
             if task is not None:
@@ -121,11 +124,11 @@ class Run:
 
     def _wait_at_gates(self, wait: Wait) -> None:
         """Torch comes to gates after everything else, the newest first."""
-        above = max(_ABOVE_GATES, len(self.gates))
+        above = max(_ABOVE_GATES, len(self.gates) + 1)
         if self._region.reach is not None:  # else nothing is out
             _lift(self._region.reach.alive(), above)
         oldest_first = sorted(self.gates, key=lambda gate: gate[0].id)
-        for number, (send, position) in enumerate(oldest_first):
+        for number, (send, position) in enumerate(oldest_first, _LAST + 1):
             made = self._prepared.pop((send.id, position), None)
             node, seed, gate = made or make_gate(send, position)
             gate.wait = wait
@@ -135,8 +138,18 @@ class Run:
             self._seeds.append(seed)
 
 
-#: Of this many gates or fewer all numbers are below those of other nodes.
+#: Torch comes to a node with this number after everything else...
+_LAST = 0
+#: ... and if there are fewer gates than this, to those with their numbers right before.
 _ABOVE_GATES = 1 << 16
+
+
+def _let_go_of_the_rest() -> None:
+    """Torch keeps what a failed run has not come to, and with it the pass, until the thread is
+    given something to do that comes after that."""
+    leaf, edge = Task().mark()
+    edge.node._set_sequence_nr(_LAST)  # type: ignore[attr-defined]
+    run_backward((edge,), (leaf.detach(),), False, False, (leaf,), accumulate_grad=False)
 
 
 def _lift(nodes: Iterable[Any], above: int) -> None:

@@ -51,8 +51,6 @@ _BYTES_PER_CONTEXT = 2048
 #: What the threads of workers did last they hold until they do something else.
 _LAST_THINGS = 24
 _PATIENCE = 60.0
-#: How long a thread may take to end.
-_MOMENT = 5.0
 #: Torch frees a chain of nodes that Python has seen recursively; with more than some 50,000 of them
 #: that takes more stack than there is.
 _CHAIN = 500
@@ -217,9 +215,11 @@ def soak(contexts: int, transport: str, tell: Callable[[str], None] = print) -> 
                 if is_now > was + _LAST_THINGS:
                     complaints.append(f"after {done} contexts there are {is_now - was} {what} more")
     del x
-    after, left = _look_until_nothing_is_left(before)
+    after = Census.take()
     tell(f"  after: {after}")
-    complaints += [f"workers have left {what} behind: {after} instead of {before}" for what in left]
+    for what in ("contexts", "passes", "ends", "threads", "segments"):
+        if getattr(after, what) > getattr(before, what):
+            complaints.append(f"workers have left {what} behind: {after} instead of {before}")
     grown = (curve[-1] - curve[0]) / max(1, contexts)
     if contexts >= 1000 and grown > _BYTES_PER_CONTEXT:
         complaints.append(f"memory grows by {grown:.0f} bytes per context")
@@ -254,19 +254,6 @@ def _wait_until_released(workers: Sequence[Worker]) -> None:
     while any(len(worker.contexts) for worker in workers):
         if time.monotonic() > deadline:
             return  # the census tells
-        time.sleep(0.01)
-
-
-def _look_until_nothing_is_left(before: Census) -> tuple[Census, list[str]]:
-    """What there is when the workers have ended, and what of it was not there before. (Torch keeps
-    what a failed run has not come to until the thread ends, a moment after Python has seen it.)"""
-    deadline = time.monotonic() + _MOMENT
-    while True:
-        after = Census.take()
-        kinds = ("contexts", "passes", "ends", "threads", "segments")
-        left = [what for what in kinds if getattr(after, what) > getattr(before, what)]
-        if not left or time.monotonic() > deadline:
-            return after, left
         time.sleep(0.01)
 
 
