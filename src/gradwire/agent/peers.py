@@ -133,8 +133,9 @@ class Peers:
     def all(self) -> list[Peer]:
         """Everybody in the group, this worker included."""
         found = [self._remember(member) for member in self._ask(self._roster.members)]
-        for peer in set(self._by_id.values()).difference(found):
-            self.forget(peer.info)
+        with self._lock:
+            for peer in set(self._by_id.values()).difference(found):
+                self.forget(peer.info)
         return found
 
     def links(self) -> list[Link]:
