@@ -269,8 +269,14 @@ def test_an_optimizer_that_is_made_does_not_keep_parameters_in_place() -> None:
     class Watched(nn.Parameter):
         def detach(self) -> Tensor:
             with ThreadPoolExecutor(1) as other:
-                seen.append(other.submit(worker.versions.lock.acquire, blocking=False).result())
+                seen.append(other.submit(is_free, worker.versions.lock).result())
             return super().detach()
+
+    def is_free(lock: Any) -> bool:
+        free: bool = lock.acquire(blocking=False)
+        if free:
+            lock.release()
+        return free
 
     with cluster(1) as (worker,):
         mine = worker.rref(Watched(torch.ones(2)))

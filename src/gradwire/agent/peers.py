@@ -132,10 +132,11 @@ class Peers:
 
     def all(self) -> list[Peer]:
         """Everybody in the group, this worker included."""
-        found = [self._remember(member) for member in self._ask(self._roster.members)]
         with self._lock:
-            for peer in set(self._by_id.values()).difference(found):
-                self.forget(peer.info)
+            before = set(self._by_id.values())
+        found = [self._remember(member) for member in self._ask(self._roster.members)]
+        for peer in before.difference(found):
+            self.forget(peer.info)
         return found
 
     def links(self) -> list[Link]:

@@ -16,6 +16,7 @@ import secrets
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from concurrent.futures import TimeoutError as NotInTime
 from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import cache
@@ -346,7 +347,7 @@ def _in_time(question: Callable[..., T], *args: Any) -> T:
     threading.Thread(target=ask, name="gradwire-store", daemon=True).start()
     try:
         return answer.result(_STORE_SECONDS)
-    except TimeoutError as error:
+    except NotInTime as error:
         raise TimeoutError(f"no answer within {_STORE_SECONDS:g} s") from error
 
 

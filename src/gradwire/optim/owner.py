@@ -41,9 +41,11 @@ def make(
 ) -> tuple[RRef[LocalOptimizer], dict[str, Any], list[Group]]:
     """Make an optimizer for parameters of this worker; tells its defaults and settings too."""
     stand_ins, versions = _StandIns(), current.worker().versions
+    for group in groups:
+        group["params"] = [rref.local_value() for rref in group["params"]]  # may have to wait
     with versions.lock:  # who is in the memory of a parameter that others begin to track keeps it
         for group in groups:
-            group["params"] = [stand_ins.get(rref.local_value()) for rref in group["params"]]
+            group["params"] = [stand_ins.get(parameter) for parameter in group["params"]]
     params: list[Any] = groups
     if len(groups) == 1 and not settings_of(groups[0]):
         params = groups[0]["params"]  # as it was given; not every class knows groups
