@@ -9,10 +9,10 @@ import torch
 
 from gradwire.errors import ConnectionClosed
 from gradwire.testing.pairs import Background, open_pair, take
-from gradwire.transport.base import Frame
 from gradwire.transport.buffers import LARGE_BYTES, Buffers
 from gradwire.transport.poller import new_poller
 from gradwire.transport.tcp import TcpTransport
+from gradwire.wire.frames import Frame
 
 
 def test_memory_is_used_again_when_the_tensor_is_gone() -> None:

@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 
 from gradwire.errors import ConnectionClosed
 from gradwire.testing.transports import same_bytes
-from gradwire.transport.base import Frame
 from gradwire.transport.framing import (
     FORGET,
     HEAD_BESIDE,
@@ -21,6 +20,7 @@ from gradwire.transport.framing import (
     FrameReader,
     pack_prefix,
 )
+from gradwire.wire.frames import Frame
 from gradwire.wire.tensors import memory_of
 
 LIMIT = 1 << 24

@@ -25,7 +25,7 @@ from gradwire.testing.pairs import (
     settle,
     take,
 )
-from gradwire.transport.base import Connection, Frame, Greeting
+from gradwire.transport.base import Connection, Greeting
 from gradwire.transport.handshake import (
     MAGIC,
     MAX_GREETING,
@@ -40,6 +40,7 @@ from gradwire.transport.pipes import make_pipes
 from gradwire.transport.poller import EpollPoller, Poller
 from gradwire.transport.tcp import TcpTransport
 from gradwire.transport.unix import UnixTransport
+from gradwire.wire.frames import Frame
 
 TOKEN = b"the group's secret"
 CLAIM = struct.pack("<QII", 1 << 62, 0, 0)

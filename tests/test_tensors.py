@@ -13,10 +13,10 @@ from torch import Tensor
 
 from gradwire.errors import EncodingError
 from gradwire.testing.pairs import Background, open_pair, take
-from gradwire.transport.base import Frame
 from gradwire.transport.memory import MemoryNetwork
 from gradwire.transport.poller import EpollPoller
 from gradwire.transport.unix import UnixTransport
+from gradwire.wire.frames import Frame
 from gradwire.wire.tensors import DTYPES, INLINE_BYTES
 from gradwire.wire.values import Codec
 

@@ -32,13 +32,14 @@ from gradwire.testing.pairs import (
     take,
 )
 from gradwire.testing.transports import CHECKS, CHECKS_AT_REST, Check, Open, same_bytes
-from gradwire.transport.base import Connection, Frame
+from gradwire.transport.base import Connection
 from gradwire.transport.memory import MemoryNetwork
 from gradwire.transport.poller import EpollPoller, Poller, SelectorPoller
 from gradwire.transport.segments import SEGMENT_BYTES, SegmentReceiver, SegmentSender
 from gradwire.transport.stream import StreamConnection
 from gradwire.transport.tcp import TcpTransport
 from gradwire.transport.unix import UnixConnection, UnixTransport
+from gradwire.wire.frames import Frame
 
 TOKEN = b"the group's secret"
 

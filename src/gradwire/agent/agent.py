@@ -35,8 +35,9 @@ from gradwire.agent.settling import complete_when_settled, wait_until_settled
 from gradwire.config import UNSET_TIMEOUT, Options, seconds
 from gradwire.errors import CallError, RemoteError, ShutDownError
 from gradwire.ids import WorkerInfo
-from gradwire.transport.base import Connection, Frame, Greeting, Transport
+from gradwire.transport.base import Connection, Greeting, Transport
 from gradwire.transport.poller import new_poller
+from gradwire.wire.frames import Frame
 from gradwire.wire.messages import Kind, Tags, carries_references, unpack
 from gradwire.wire.values import Codec, Encoded
 
@@ -246,7 +247,7 @@ class Agent:
         """Send an idempotent message until it is answered, or its worker is surely gone."""
         return self.insistence.send(to, kind, value)
 
-    def _open_reply(self, call: OpenCall) -> tuple[Any, list[Any]]:
+    def _open_reply(self, call: OpenCall) -> tuple[Any, Sequence[Any]]:
         """The value in the reply to a call, and what must be waited for before it is used."""
         if call.error is not None:
             raise call.error
@@ -273,9 +274,8 @@ class Agent:
         buffers: Sequence[Tensor],
         sender: int,
         tags: Tags | None,
-        *,
         is_call: bool = False,
-    ) -> tuple[Any, list[Any]]:
+    ) -> tuple[Any, Sequence[Any]]:
         """A value that has arrived, and what must be waited for before it is used."""
         arrival = None
         if tags:
@@ -284,9 +284,9 @@ class Agent:
                     arrival = interceptor.arriving(sender, tags) or arrival
             except Exception:
                 # References in it must be dropped in good order.
-                self.codec.decode(payload, buffers, is_call=is_call)
+                self.codec.decode(payload, buffers, None, is_call)
                 raise
-        return self.codec.decode(payload, buffers, arrival, is_call=is_call)
+        return self.codec.decode(payload, buffers, arrival, is_call)
 
     def _complete(self, call: OpenCall) -> None:
         """Complete the future of an asynchronous call."""

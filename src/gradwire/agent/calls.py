@@ -71,7 +71,7 @@ class Calls:
         `deliver`, or its error to `fail`, perhaps much later and from another thread."""
         try:
             (func, args, kwargs), unsettled = self._agent.decode(
-                request.payload, request.buffers, request.caller.id, request.tags, is_call=True
+                request.payload, request.buffers, request.caller.id, request.tags, True
             )
         except (AttributeError, ImportError) as error:
             unknown = EncodingError(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -11,9 +11,7 @@ from torch import Tensor
 from gradwire.agent.service import Request
 from gradwire.ids import WorkerInfo
 from gradwire.wire.messages import Tags
-
-#: Takes a tensor that was received and requires gradients, gives the one to use in its place.
-Arrival = Callable[[Tensor], Tensor]
+from gradwire.wire.values import Arrival
 
 
 class Interceptor:

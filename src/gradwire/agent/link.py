@@ -24,8 +24,9 @@ from gradwire.agent.futures import Future
 from gradwire.agent.opencall import FOREVER, OpenCall
 from gradwire.errors import CallError, CallTimeout, ConnectionClosed, ShutDownError, WorkerLost
 from gradwire.ids import WorkerInfo
-from gradwire.transport.base import Connection, Frame
+from gradwire.transport.base import Connection
 from gradwire.transport.poller import Poller
+from gradwire.wire.frames import Frame
 from gradwire.wire.messages import UNCOUNTED, Kind, Tags, pack, peek
 from gradwire.wire.values import Encoded, Passenger
 
@@ -98,13 +99,12 @@ class Link:
         passengers = call.passengers = encoded.passengers
         if not self._open:
             self.last_sign = time.monotonic()
-        head = pack(call.kind, id, encoded.payload, tags, references=bool(passengers))
-        frame = Frame(head, encoded.buffers, encoded.rest)
+        encoded.head = pack(call.kind, id, encoded.payload, tags, bool(passengers))
         try:
             self._open[id] = call
             self._due(call.deadline)
-            if call.future is None or len(self._open) <= _MANY or not self._hold(frame):
-                self.connection.send(frame, self._executor.hand_over)
+            if call.future is None or len(self._open) <= _MANY or not self._hold(encoded):
+                self.connection.send(encoded, self._executor.hand_over)
         except ConnectionClosed as closed:
             untouched = self._open.pop(call.id, None) is not None
             self.end(str(closed))

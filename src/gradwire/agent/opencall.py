@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from gradwire.agent.futures import Future
 from gradwire.errors import CallError
 from gradwire.ids import WorkerInfo
-from gradwire.transport.base import Frame
+from gradwire.wire.frames import Frame
 from gradwire.wire.values import Passenger, call_name
 
 if TYPE_CHECKING:

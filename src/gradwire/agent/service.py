@@ -14,7 +14,8 @@ from torch import Tensor
 from gradwire.agent.exceptions import encode_exception
 from gradwire.errors import ConnectionClosed
 from gradwire.ids import WorkerInfo
-from gradwire.transport.base import Connection, Frame
+from gradwire.transport.base import Connection
+from gradwire.wire.frames import Frame
 from gradwire.wire.messages import UNCOUNTED, Kind, Tags, kind_name, pack, unpack
 from gradwire.wire.values import Encoded
 
@@ -57,7 +58,7 @@ class Request:
     def decode(self) -> Any:
         """The value that came with the request, for messages that carry nothing to wait for."""
         return self.service.agent.decode(
-            self.payload, self.buffers, self.caller.id, self.tags, is_call=True
+            self.payload, self.buffers, self.caller.id, self.tags, True
         )[0]
 
     def answer(self, value: Any) -> None:
@@ -223,12 +224,11 @@ class Service:
 
     def send(self, request: Request, kind: Kind, encoded: Encoded, tags: Tags | None) -> None:
         references = bool(encoded.passengers)
-        head = pack(kind, request.id, encoded.payload, tags, references=references)
-        frame = Frame(head, encoded.buffers, encoded.rest)
+        encoded.head = pack(kind, request.id, encoded.payload, tags, references)
         try:
-            if not self._inbox or not self._send_with_others(frame):
+            if not self._inbox or not self._send_with_others(encoded):
                 self._last_sent = time.perf_counter()
-                self._connection.send(frame, self._wait_for_caller)
+                self._connection.send(encoded, self._wait_for_caller)
             if references:
                 encoded.tell_passengers(self.caller)
         except ConnectionClosed:

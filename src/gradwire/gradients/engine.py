@@ -147,7 +147,7 @@ class Engine:
 
     def _message(self, about: Pass, worker: int, news: News) -> tuple[Encoded, Tags | None, float]:
         left = about.seconds_left()
-        how = (*about.how[:-1], left)
+        how = about.how.with_time_left(left)
         failed = about.context.failures() if about.context.into_grad else ()
         said, gradients = news
         value = (about.context.id, about.id, how, said, failed, about.share_for(worker))

@@ -31,7 +31,7 @@ class Family:
         #: This worker's part is done, and so are those of its children.
         self.finished = False
 
-    def hear_from(self, worker: int, standing: int, *, was_told: bool) -> None:
+    def hear_from(self, worker: int, standing: int, was_told: bool) -> None:
         """A worker says how it stands to this one. `was_told`: it answers our first message."""
         self.involved.add(worker)
         if was_told or standing == CHILD_DONE:

@@ -227,8 +227,8 @@ class Plan:
     def add(self, sends: Mapping[int, Send], recvs: Mapping[int, Recv]) -> None:
         """Add the messages of a context that were not there the last time."""
         # In this order: what was sent may depend on what had arrived.
-        new_sends = [*sends.values()][len(self.sends) :]
-        new_recvs = [*recvs.values()][len(self.recvs) :]
+        new_sends = [*sends.values()][len(self.sends) :] if len(sends) > len(self.sends) else ()
+        new_recvs = [*recvs.values()][len(self.recvs) :] if len(recvs) > len(self.recvs) else ()
         unvisited, self._unvisited = self._unvisited, []
         for stack, region in unvisited:
             self._visit(stack, region)
@@ -276,14 +276,16 @@ class Plan:
             for leaf in region.leaves:
                 if not leaf.requires_grad:
                     return False
+        for send, number, edge in self._leaf_starts:
+            if send.edge(number).node is not edge.node:
+                return False  # its data was exchanged
         for id, positions in self.loose.items():
             ends = self.sends[id].ends
             for position in positions:
                 end = ends[position]
                 if not end.requires_grad or end._backward_hooks is not None:
                     return False
-        # The data of a leaf may have been exchanged.
-        return all(send.edge(number).node is edge.node for send, number, edge in self._leaf_starts)
+        return True
 
     def finish(self, roots: Sequence[Root]) -> None:
         """Add what a pass begins with."""

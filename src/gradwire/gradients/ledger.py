@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 from torch import Tensor
 
@@ -24,16 +24,29 @@ if TYPE_CHECKING:
     from gradwire.gradients.accumulation import Group
 
 
-class How(NamedTuple):
+class How:
     """What kind of a pass it is; everybody who takes part must know."""
 
-    retain_graph: bool = False
-    create_graph: bool = False
-    #: Gradients are wanted for given tensors where the pass was started, and for no leaves: it has
-    #: to do with what is on the way to those (see `survey`).
-    for_inputs: bool = False
-    #: How long it may take from now on; 0: for ever.
-    seconds: float = 0.0
+    __slots__ = ("create_graph", "for_inputs", "retain_graph", "seconds")
+
+    def __init__(
+        self,
+        retain_graph: bool = False,
+        create_graph: bool = False,
+        for_inputs: bool = False,
+        seconds: float = 0.0,
+    ):
+        self.retain_graph = retain_graph
+        self.create_graph = create_graph
+        #: Gradients are wanted for given tensors where the pass was started, and for no leaves: it
+        #: has to do with what is on the way to those (see `survey`).
+        self.for_inputs = for_inputs
+        #: How long it may take from now on; 0: for ever.
+        self.seconds = seconds
+
+    def with_time_left(self, seconds: float) -> tuple[bool, bool, bool, float]:
+        """How to make the same for another worker."""
+        return self.retain_graph, self.create_graph, self.for_inputs, seconds
 
 
 class Ledger:
@@ -162,7 +175,7 @@ class Ledger:
         answers = self.answers
         return [id for id, send in self.sends.items() if send.to == worker and id not in answers]
 
-    def next_region(self, *, gated: bool) -> Region | None:
+    def next_region(self, gated: bool) -> Region | None:
         """A region to run; one that has to wait at gates only if asked for."""
         if self.to_myself:
             self.take_own_answers()
@@ -178,7 +191,8 @@ class Ledger:
         """Take what the run of a region has brought: the gradients of its leaves and of anchors, as
         far as they have not got here on the way. What it has not come to has none."""
         gradients = iter(found)
-        for leaf, gradient in zip(region.leaves, gradients, strict=False):
+        for leaf in region.leaves:
+            gradient = next(gradients, None)
             if gradient is not None and self._is_wanted(leaf):
                 self.found.append((leaf, gradient))
         for recv, position in anchors:
@@ -207,10 +221,10 @@ class Ledger:
 
     # -- answers
 
-    def take(self, sender: int, news: News, *, was_told: bool) -> None:
+    def take(self, sender: int, news: News, was_told: bool) -> None:
         """Take in what another worker has to tell. `was_told`: it answers our first message."""
         (sends, shortcuts, answers, standing, questions, prospects), gradients = news
-        self.family.hear_from(sender, standing, was_told=was_told)
+        self.family.hear_from(sender, standing, was_told)
         if sends:
             self._answer_unknown(sender, sends)
         for id, position, message in shortcuts:

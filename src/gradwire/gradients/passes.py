@@ -182,7 +182,7 @@ class Pass:
         """What a worker must know to begin, if it has not been told."""
         return self._shares.pop(worker, None) if self._shares else None
 
-    def take(self, sender: int, news: News, *, was_told: bool = False) -> None:
+    def take(self, sender: int, news: News, was_told: bool = False) -> None:
         """Take in what another worker has to tell. `was_told`: it answers our first message."""
         if not self._ledger.planned:  # another thread begins it, or will hear how
             self._wait_until(lambda: self._ledger.planned)
@@ -191,7 +191,7 @@ class Pass:
         with self._lock:
             if self._over:
                 return
-            self._ledger.take(sender, news, was_told=was_told)
+            self._ledger.take(sender, news, was_told)
             if self._changed is not None:
                 self._notify()
 
@@ -210,7 +210,7 @@ class Pass:
         ledger = self._ledger
         while ledger.ready or ledger.to_myself:
             with self._lock:
-                region = None if self.error is not None else ledger.next_region(gated=gated)
+                region = None if self.error is not None else ledger.next_region(gated)
                 if self._changed is not None:
                     self._notify()
                 if region is None:
@@ -245,8 +245,8 @@ class Pass:
             recording = versions.recording()
             if recording is not None:
                 with recording:
-                    return run.run(self._gate, deliver, into_grad=self._into_grad)
-        return run.run(self._gate, deliver, into_grad=self._into_grad)
+                    return run.run(self._gate, deliver, self._into_grad)
+        return run.run(self._gate, deliver, self._into_grad)
 
     def _accumulate(self) -> None:
         """See to the groups of leaves, last of all."""
@@ -344,12 +344,13 @@ class Pass:
     def _exchange(self) -> bool:
         """Send what others must know, and hear an answer. True when there may be more to do here
         afterwards."""
-        with self._lock:
-            if self.error is not None:
-                return False
-            if self._ledger.take_own_answers():
-                self._notify()
-                return True
+        if self.error is not None:
+            return False
+        if self._ledger.to_myself:
+            with self._lock:
+                if self.error is None and self._ledger.take_own_answers():
+                    self._notify()
+                    return True
         self._tell()
         try:
             worker, first, call = self._unheard.popleft()
@@ -360,7 +361,7 @@ class Pass:
         except BaseException as error:
             self._fail_unless_over(error)
             return False
-        self.take(worker, answer, was_told=first)
+        self.take(worker, answer, first)
         return True
 
     def _tell(self) -> None:
@@ -399,7 +400,7 @@ class Pass:
         if error is not None:
             self._fail_unless_over(error)
         else:
-            self.take(worker, future.value(), was_told=was_told)
+            self.take(worker, future.value(), was_told)
             self._drive_elsewhere()  # this thread may be in the middle of something
 
     def reply_to(self, request: Request) -> None:

@@ -13,13 +13,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gradwire.agent.interceptors import Arrival, Interceptor
+from gradwire.agent.interceptors import Interceptor
 from gradwire.agent.service import Request
 from gradwire.errors import EncodingError
 from gradwire.gradients.context import Contexts, current_id
 from gradwire.gradients.engine import TAG, Engine, Tag
 from gradwire.ids import WorkerInfo
 from gradwire.wire.messages import Tags
+from gradwire.wire.values import Arrival
 
 
 class Recorder(Interceptor):

@@ -70,7 +70,7 @@ class Run:
                 self._seeds.append(gradient)
         self.anchors = ledger.open_anchors(region)
 
-    def run(self, wait: Wait, deliver: Deliver, *, into_grad: bool) -> Found:
+    def run(self, wait: Wait, deliver: Deliver, into_grad: bool) -> Found:
         """Returns the gradients of the leaves and then those of the anchors, as far as they were
         not delivered, or put into `.grad`, on the way."""
         how, gates, outputs = self._how, self.gates, self._outputs

@@ -19,8 +19,9 @@ from dataclasses import dataclass
 from typing import Literal
 
 from gradwire.errors import ConnectionClosed, WorkerLost
-from gradwire.transport.base import Connection, Frame, Greeting, Listener, Transport
+from gradwire.transport.base import Connection, Greeting, Listener, Transport
 from gradwire.transport.poller import Poller
+from gradwire.wire.frames import Frame
 from gradwire.wire.messages import Kind, peek
 
 Action = Literal["drop", "delay", "duplicate", "cut", "refuse"]

@@ -10,8 +10,9 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from gradwire.transport.base import Connection, Frame, Greeting, Transport
+from gradwire.transport.base import Connection, Greeting, Transport
 from gradwire.transport.poller import Poller
+from gradwire.wire.frames import Frame
 
 #: Far longer than anything here takes: reached only by a transport that hangs.
 PATIENCE = 20.0

@@ -29,7 +29,8 @@ from gradwire.testing.pairs import (
     settle,
     take,
 )
-from gradwire.transport.base import Connection, Frame
+from gradwire.transport.base import Connection
+from gradwire.wire.frames import Frame
 from gradwire.wire.tensors import DTYPES
 
 Open = Callable[[], AbstractContextManager[Pair]]

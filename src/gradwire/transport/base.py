@@ -1,7 +1,7 @@
 """What every transport offers, and nothing more.
 
-A *frame* is a head (bytes) and buffers (tensors). A *connection* moves frames to one other worker,
-in order, in both directions. A *listener* yields connections that others open.
+A *frame* is a head (bytes) and buffers (tensors), see `wire.frames`. A *connection* moves frames to
+one other worker, in order, in both directions. A *listener* yields connections that others open.
 
 Reading is shared by two kinds of threads, so it is split in three: `receive` takes what is there
 and never blocks; `wait` blocks a thread that wants to read for itself; `arm` asks the poller to
@@ -11,29 +11,11 @@ call back, once, when there is something to receive. One thread at a time reads 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import NamedTuple, Protocol
 
-from torch import Tensor
-
 from gradwire.transport.poller import Poller
-
-Bytes = bytes | bytearray | memoryview
-
-
-class Frame:
-    """What travels. A long head may leave in pieces, with all but the first in `rest`, and arrives
-    as a whole. On arrival the buffers are flat tensors of bytes, owned by the receiver."""
-
-    __slots__ = ("buffers", "head", "rest")
-
-    def __init__(self, head: Bytes, buffers: Sequence[Tensor] = (), rest: Sequence[Bytes] = ()):
-        self.head = head
-        self.buffers = buffers
-        self.rest = rest
-
-    def whole_head(self) -> bytes:
-        return b"".join((self.head, *self.rest))
+from gradwire.wire.frames import Frame
 
 
 class Address(NamedTuple):

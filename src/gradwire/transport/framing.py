@@ -20,8 +20,8 @@ from collections.abc import Callable, Sequence
 from torch import Tensor
 
 from gradwire.errors import ConnectionClosed
-from gradwire.transport.base import Frame
 from gradwire.transport.buffers import Buffers
+from gradwire.wire.frames import Frame
 from gradwire.wire.tensors import memory_of
 
 PREFIX = struct.Struct("<QII")

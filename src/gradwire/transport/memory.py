@@ -14,10 +14,11 @@ from collections.abc import Callable
 from torch import Tensor
 
 from gradwire.errors import ConnectionClosed
-from gradwire.transport.base import Address, Connection, Frame, Greeting
+from gradwire.transport.base import Address, Connection, Greeting
 from gradwire.transport.buffers import fresh_bytes
 from gradwire.transport.poller import Poller
 from gradwire.transport.reading import Reading
+from gradwire.wire.frames import Frame
 
 
 class MemoryNetwork:

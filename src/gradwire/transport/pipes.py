@@ -15,7 +15,7 @@ import stat
 from collections.abc import Sequence
 
 from gradwire.errors import AuthenticationError
-from gradwire.transport.base import Bytes
+from gradwire.wire.frames import Bytes
 
 #: (where to read, where to write)
 Ends = tuple[int, int]

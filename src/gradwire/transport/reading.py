@@ -17,7 +17,7 @@ class Reading:
 
     def begin(self) -> bool:
         """Whether this thread has it from now on."""
-        if not self._lock.acquire(blocking=False):
+        if not self._lock.acquire(False):
             return False
         self._reader = threading.get_ident()
         return True

@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 
 from gradwire.errors import ConnectionClosed
-from gradwire.transport.base import Bytes
+from gradwire.wire.frames import Bytes
 
 #: Tensors from this size on travel in segments.
 SEGMENT_BYTES = 1 << 13

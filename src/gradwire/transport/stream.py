@@ -13,7 +13,7 @@ from typing import Any, Protocol
 from torch import Tensor
 
 from gradwire.errors import ConnectionClosed
-from gradwire.transport.base import Bytes, Frame, Greeting
+from gradwire.transport.base import Greeting
 from gradwire.transport.eager import Eager
 from gradwire.transport.framing import (
     FORGET,
@@ -26,6 +26,7 @@ from gradwire.transport.framing import (
 )
 from gradwire.transport.poller import Poller
 from gradwire.transport.reading import Reading
+from gradwire.wire.frames import Bytes, Frame
 from gradwire.wire.tensors import memory_of
 
 #: A head from this size on goes the way of buffers.
@@ -123,7 +124,7 @@ class StreamConnection:
             self._transmit(self._parts(frame), blocked)
 
     def _transmit(self, parts: list[Bytes], blocked: Callable[[], object] | None = None) -> None:
-        if not self._writing.acquire(blocking=False):
+        if not self._writing.acquire(False):
             if blocked is not None:
                 blocked()
                 blocked = None
@@ -146,7 +147,7 @@ class StreamConnection:
             self._transmit([], blocked)
 
     def nudge(self, frame: Frame) -> bool:
-        if not self._writing.acquire(blocking=False):
+        if not self._writing.acquire(False):
             return False
         try:
             if self._closed:
@@ -347,7 +348,7 @@ class StreamConnection:
         with self._disposing:
             if not self._reading.begin():
                 return
-            if self._writing.acquire(blocking=False):
+            if self._writing.acquire(False):
                 self._release()
                 self._writing.release()
             self._reading.end()

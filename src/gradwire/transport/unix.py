@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from gradwire.errors import AuthenticationError, ConnectionClosed
-from gradwire.transport.base import Address, Bytes, Connection, Greeting
+from gradwire.transport.base import Address, Connection, Greeting
 from gradwire.transport.framing import FORGET, FrameReader, pack_prefix
 from gradwire.transport.listening import (
     MAX_DESCRIPTORS,
@@ -35,6 +35,7 @@ from gradwire.transport.pipes import Pipes, check_ends, make_pipes
 from gradwire.transport.poller import Poller
 from gradwire.transport.segments import SEGMENT_BYTES, SegmentReceiver, SegmentSender
 from gradwire.transport.stream import StreamConnection
+from gradwire.wire.frames import Bytes
 
 _PROBE = 4096
 _ANSWER = b"gradwire shares this memory"
@@ -161,7 +162,7 @@ class UnixConnection(StreamConnection):
         super().trim()
         self._sender.trim()
         # Told at once only where that cannot block; else the next frame with buffers tells.
-        if not self._sender.forgets or not self._writing.acquire(blocking=False):
+        if not self._sender.forgets or not self._writing.acquire(False):
             return
         try:
             if not self._closed and self._wait_for_room(0):

@@ -83,7 +83,6 @@ def pack(
     call_id: int,
     payload: bytes | memoryview,
     tags: Tags | None = None,
-    *,
     references: bool = False,
 ) -> bytes:
     """One message as the head of a frame."""

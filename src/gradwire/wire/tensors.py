@@ -67,7 +67,7 @@ def describe(tensor: Tensor, buffers: list[Tensor]) -> Described | None:
     if tensor.is_contiguous():
         size = tensor.nbytes
         if size <= INLINE_BYTES:
-            elements = _bytes_at(tensor.data_ptr(), size)
+            elements = _arrays_at[size](tensor.data_ptr()).raw
             return elements, code, tuple(tensor.shape), flags
         buffers.append(tensor.detach())
         return None, code, tuple(tensor.shape), flags
@@ -81,7 +81,7 @@ def _describe_view(tensor: Tensor, code: int, flags: int, buffers: list[Tensor])
     if 0 in strides and 0 < size <= _SMALL_BYTES:
         if any(strides):
             return _elements(tensor, buffers), code, shape, flags
-        element = _bytes_at(tensor.data_ptr(), tensor.element_size())  # the gradient of a sum
+        element = _arrays_at[tensor.element_size()](tensor.data_ptr()).raw  # the gradient of a sum
         return element * tensor.numel(), code, shape, flags
     span = 1 + sum((n - 1) * stride for n, stride in zip(shape, strides, strict=True))
     if 0 < span <= tensor.numel():
@@ -99,22 +99,20 @@ def _elements(tensor: Tensor, buffers: list[Tensor]) -> bytes | None:
         buffers.append(tensor.detach())
         return None
     tensor = tensor.contiguous()  # it must live until it is copied
-    return _bytes_at(tensor.data_ptr(), size)
+    elements: bytes = _arrays_at[size](tensor.data_ptr()).raw
+    return elements
 
 
-def _bytes_at(address: int, size: int) -> bytes:
-    """A copy of some memory. (The interpreter waits for it, so it must be little.)"""
-    copied: bytes = (_arrays_at.get(size) or _array_at(size))(address).raw
-    return copied
+class _ArraysAt(dict[int, Callable[[int], Any]]):
+    """What gives arrays over memory, by size: of no more sizes than small tensors have. Their `raw`
+    is a copy, for which the interpreter waits; so it must be little."""
+
+    def __missing__(self, size: int) -> Callable[[int], Any]:
+        found = self[size] = (ctypes.c_char * size).from_address
+        return found
 
 
-def _array_at(size: int) -> Callable[[int], Any]:
-    found = _arrays_at[size] = (ctypes.c_char * size).from_address
-    return found
-
-
-#: What gives arrays over memory, by size: of no more sizes than small tensors have.
-_arrays_at: dict[int, Callable[[int], Any]] = {}
+_arrays_at = _ArraysAt()
 
 
 def memory_of(tensor: Tensor) -> memoryview:
@@ -133,25 +131,26 @@ def over(memory: memoryview) -> Tensor:
 
 
 def rebuild(
-    memory: bytearray | Tensor,
+    memory: bytes | Tensor,
     code: int,
     shape: tuple[int, ...],
     flags: int,
     strides: tuple[int, ...] | None = None,
 ) -> Tensor:
-    """The tensor again, over `memory` itself: a byte buffer that nobody else will write to."""
+    """The tensor again, over a copy of few bytes; or over `memory` itself, flat bytes that nobody
+    else will write to."""
     dtype = _DTYPES[code]
     if dtype is None:
         raise ValueError(f"this torch has no dtype {_DTYPE_NAMES[code]}")
     # Whatever it is made from, it must be no view: autograd restricts what may be done with those.
     if not len(memory):
         tensor = torch.empty(shape, dtype=dtype, device="cpu")
-    elif strides is None and type(memory) is bytearray:
-        tensor = _frombuffer(memory, dtype=dtype)
+    elif strides is None and type(memory) is bytes:
+        tensor = _frombuffer(bytearray(memory), dtype=dtype)
         if len(shape) != 1:
             tensor.resize_(shape)
     else:
-        flat = memory if isinstance(memory, Tensor) else _frombuffer(memory, dtype=dtype)
+        flat = memory if isinstance(memory, Tensor) else _frombuffer(bytearray(memory), dtype=dtype)
         if flat.dtype is not dtype:
             flat = flat.view(dtype)
         if strides is None:

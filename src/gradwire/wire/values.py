@@ -27,8 +27,10 @@ from gradwire.errors import EncodingError
 from gradwire.ids import WorkerInfo
 from gradwire.wire import tensors as wire_tensors
 from gradwire.wire.closures import closure_pickler
+from gradwire.wire.frames import Frame
 from gradwire.wire.messages import MARSHAL_VERSION
 from gradwire.wire.plain import PAIR, Parts, parts_of, parts_of_call, put_together
+from gradwire.wire.tensors import describe, rebuild
 
 
 class Passenger(Protocol):
@@ -47,28 +49,37 @@ class Passenger(Protocol):
 #: Of a long payload: nobody can change it, or make it longer.
 Piece = bytes | memoryview
 
+#: Takes a tensor that was received and requires gradients, gives the one to use in its place. They
+#: go through it in the order in which the sender met them.
+Arrival = Callable[[Tensor], Tensor]
+
 _REQUIRES_GRAD = wire_tensors.REQUIRES_GRAD
 _Parameter = torch.nn.Parameter
+_is_inference_mode_enabled = torch.is_inference_mode_enabled
 
 
-class Encoded:
-    """A value on its way out, and what came to light while it was encoded."""
+class Encoded(Frame):
+    """A value on its way out, and what came to light while it was encoded. Whoever sends it makes a
+    head of the payload. The rest is more of that, if it is long: pieces, some of them parts of the
+    value itself."""
 
-    __slots__ = ("buffers", "differentiable", "memories", "passengers", "payload", "rest")
+    __slots__ = ("differentiable", "memories", "passengers", "payload")
+
+    buffers: list[Tensor]
 
     def __init__(self) -> None:
+        self.head = b""
         self.payload: Piece = b""
-        #: More of the payload, if that is long: pieces, some of them parts of the value itself.
         self.rest: Sequence[Piece] = ()
         #: Of tensors, in the order they were met; then of other things, the last one first. (When a
         #: value is read, tensors come later than what is in them.)
-        self.buffers: list[Tensor] = []
+        self.buffers = []
         #: The other things, while they are met.
-        self.memories: list[Tensor] = []
+        self.memories: Sequence[Tensor] = ()
         #: The tensors of the value that require gradients, in the order they were met.
         self.differentiable: list[Tensor] = []
         #: Told where the message went, or None when it did not leave; rooms above put them here.
-        self.passengers: list[Passenger] = []
+        self.passengers: Sequence[Passenger] = ()
 
     def as_current(self, write: Callable[[Any], Any], what: Any) -> Any:
         outer, _current.encoding = _current.encoding, self
@@ -85,7 +96,7 @@ class Encoded:
         array = getattr(sys.modules.get("numpy"), "ndarray", ())
         if raw.readonly or len(raw) <= wire_tensors.INLINE_BYTES or not isinstance(raw.obj, array):
             return True
-        self.memories.append(wire_tensors.over(raw))
+        self.memories = [wire_tensors.over(raw), *self.memories]
         return False
 
     def whole_payload(self) -> bytes:
@@ -93,7 +104,7 @@ class Encoded:
 
     def tell_passengers(self, where: WorkerInfo | None) -> None:
         """Tell them, once."""
-        passengers, self.passengers = self.passengers, []
+        passengers, self.passengers = self.passengers, ()
         for passenger in passengers:
             passenger.left(where)
 
@@ -107,16 +118,17 @@ class Decoding:
         self,
         codec: Codec,
         buffers: Sequence[Tensor],
-        arrival: Callable[[Tensor], Tensor] | None,
+        left: Iterator[Tensor],
+        arrival: Arrival | None,
         is_call: bool,
     ):
         #: The codec that decodes, for functions that rebuild a taught type.
         self.codec = codec
-        #: What was left out of the payload, in the order of `Encoded.buffers`.
-        self.buffers = iter(buffers)
+        #: What was left out of the payload, in the order of `Encoded.buffers`: all of it, and what
+        #: of it is left.
         self._all_buffers = buffers
+        self.buffers = left
         self._memories: Iterator[memoryview] | None = None
-        #: What every tensor that requires gradients goes through, in the order the sender met them.
         self.arrival = arrival
         #: Whether the sender will get an answer.
         self.is_call = is_call
@@ -130,16 +142,7 @@ class Decoding:
             self._memories = map(wire_tensors.memory_of, reversed(self._all_buffers))
         return self._as_current(partial(pickle.loads, buffers=self._memories), payload)
 
-    def read_parts(self, payload: bytes | memoryview) -> Any:
-        """Undo what was done to a value that needs no pickle."""
-        form, plain, described = marshal.loads(payload)
-        things = [
-            self.dense(*thing) if type(thing) is tuple else self._rebuild(thing)
-            for thing in described
-        ]
-        return put_together(form, plain, things)
-
-    def _rebuild(self, thing: Any) -> Any:
+    def rebuild(self, thing: Any) -> Any:
         """What was taught, or pickled by itself."""
         if type(thing) is list:
             name, parts = thing
@@ -153,23 +156,19 @@ class Decoding:
         finally:
             _current.decoding = outer
 
-    def dense(
-        self,
-        memory: Any,
-        code: int,
-        shape: tuple[int, ...],
-        flags: int,
-        strides: tuple[int, ...] | None = None,
-    ) -> Tensor:
-        """A tensor from what was sent of it; its memory, if None, travelled as a buffer."""
-        if memory is None:
-            memory = next(self.buffers)
-        elif type(memory) is bytes:
-            memory = bytearray(memory)  # which can be written to
-        tensor = wire_tensors.rebuild(memory, code, shape, flags, strides)
-        if flags & _REQUIRES_GRAD and self.arrival is not None:
-            tensor = self.arrival(tensor)
-        return tensor
+
+def _rebuild_dense(
+    buffers: Iterator[Tensor],
+    arrival: Arrival | None,
+    memory: Any,
+    code: int,
+    shape: tuple[int, ...],
+    flags: int,
+    strides: tuple[int, ...] | None = None,
+) -> Tensor:
+    """A tensor from what was sent of it; its memory, if None, travelled as a buffer."""
+    tensor = rebuild(next(buffers) if memory is None else memory, code, shape, flags, strides)
+    return arrival(tensor) if flags & _REQUIRES_GRAD and arrival is not None else tensor
 
 
 class _Current(threading.local):
@@ -184,7 +183,7 @@ def add_passenger(passenger: Passenger) -> None:
     """While a taught type is taken apart: ask to be told what becomes of the message."""
     if _current.encoding is None:
         raise EncodingError("this can only be sent to a worker, not pickled elsewhere")
-    _current.encoding.passengers.append(passenger)
+    _current.encoding.passengers = [*_current.encoding.passengers, passenger]
 
 
 def is_encoding() -> bool:
@@ -243,7 +242,9 @@ def _dense(
     strides: tuple[int, ...] | None = None,
     attributes: Any = None,
 ) -> Tensor:
-    tensor = current_decoding().dense(memory, code, shape, flags, strides)
+    decoding = current_decoding()
+    arrival = decoding.arrival
+    tensor = _rebuild_dense(decoding.buffers, arrival, memory, code, shape, flags, strides)
     if attributes:
         tensor.__dict__.update(attributes)
     return tensor
@@ -327,8 +328,8 @@ class Codec:
                 described = [self._describe(thing, encoded) for thing in things]
                 encoded.payload = marshal.dumps((form, plain, described), MARSHAL_VERSION)
             if encoded.memories:
-                encoded.buffers += reversed(encoded.memories)
-                encoded.memories = []
+                encoded.buffers += encoded.memories
+                encoded.memories = ()
         except BaseException:
             encoded.tell_passengers(None)
             raise
@@ -350,9 +351,9 @@ class Codec:
         """What goes beside a plain value, in plain words: a tuple for a tensor, a list for what
         was taught, or a pickle."""
         if type(thing) is Tensor:
-            described = wire_tensors.describe(thing, encoding.buffers)
+            described = describe(thing, encoding.buffers)
             if described is not None:
-                if thing.requires_grad:
+                if described[3] & _REQUIRES_GRAD:
                     encoding.differentiable.append(thing)
                 return described
         elif type(thing) in self._taught:
@@ -366,7 +367,7 @@ class Codec:
         kind = type(tensor)
         if kind is Tensor or kind is _Parameter:
             reduced: Any = None
-            described = wire_tensors.describe(tensor, encoding.buffers)
+            described = describe(tensor, encoding.buffers)
             if described is not None:
                 reduced = _dense, described
                 if kind is not Tensor:
@@ -396,18 +397,28 @@ class Codec:
         self,
         payload: bytes | memoryview,
         buffers: Sequence[Tensor] = (),
-        arrival: Callable[[Tensor], Tensor] | None = None,
-        *,
+        arrival: Arrival | None = None,
         is_call: bool = False,
-    ) -> tuple[Any, list[Any]]:
+    ) -> tuple[Any, Sequence[Any]]:
         """A value, and what must be waited for before it is used."""
-        if torch.is_inference_mode_enabled():
+        if _is_inference_mode_enabled():
             # A thread may decode for others while it is in somebody's inference_mode.
             with torch.inference_mode(False):
-                return self.decode(payload, buffers, arrival, is_call=is_call)
-        decoding = Decoding(self, buffers, arrival, is_call)
-        read = decoding.unpickle if payload[0] == _PICKLED else decoding.read_parts
-        return read(payload), decoding.unsettled
+                return self.decode(payload, buffers, arrival, is_call)
+        left = iter(buffers)
+        if payload[0] == _PICKLED:
+            decoding = Decoding(self, buffers, left, arrival, is_call)
+            return decoding.unpickle(payload), decoding.unsettled
+        form, plain, described = marshal.loads(payload)
+        things = []
+        others: Decoding | None = None
+        for thing in described:
+            if type(thing) is tuple:
+                things.append(_rebuild_dense(left, arrival, *thing))
+            else:
+                others = others or Decoding(self, buffers, left, arrival, is_call)
+                things.append(others.rebuild(thing))
+        return put_together(form, plain, things), others.unsettled if others else ()
 
     def encode_call(
         self,
