@@ -90,17 +90,22 @@ class Calls:
         request.subject = func
         if not unsettled:
             self._run(request, func, args, kwargs, deliver, fail)
-            return
-
-        def go_on(error: BaseException | None) -> None:
-            """Run on a thread of the crew, now that the arguments are ready."""
-            if error is not None:
-                fail(error, call_name(func))
-                return
+        else:
             run = partial(self._run, request, func, args, kwargs, deliver, fail)
-            self._agent.executor.submit(lambda: self._agent.run_in_context(run))
+            when_all(unsettled, partial(self._go_on, run, func, fail))
 
-        when_all(unsettled, go_on)
+    def _go_on(
+        self,
+        run: Callable[[], None],
+        func: Callable[..., Any],
+        fail: Fail,
+        error: BaseException | None,
+    ) -> None:
+        """Run a function on a thread of the crew, now that the arguments are ready."""
+        if error is not None:
+            fail(error, call_name(func))
+        else:
+            self._agent.executor.submit(lambda: self._agent.run_in_context(run))
 
     def _run(
         self,
@@ -151,10 +156,15 @@ class Calls:
 def _deliver(func: Callable[..., Any], result: Any, deliver: Deliver, fail: Fail) -> None:
     """Hand over the result of a function, or see to it that this happens when it is there."""
     if type(result) is Deferred:
-        result = result.future
-    elif not hasattr(func, ASYNC_MARK):
+        _deliver_later(func, result.future, deliver, fail)
+    elif hasattr(func, ASYNC_MARK):
+        _deliver_later(func, result, deliver, fail)
+    else:
         deliver(result)
-        return
+
+
+def _deliver_later(func: Callable[..., Any], result: Any, deliver: Deliver, fail: Fail) -> None:
+    """Hand over what a future has, as soon as it has it."""
     if not isinstance(result, torch._C.Future):
         raise TypeError(
             "Functions decorated with @rpc.functions.async_execution must return a "

@@ -117,8 +117,7 @@ class Context:
             if self._plan is None:
                 self._plan = self._new_plan()
             try:
-                self._plan.limit(_NODES_AHEAD)
-                self._plan.add(self.sends, self.recvs)
+                self._plan.add(self.sends, self.recvs, _NODES_AHEAD)
                 self._plan.make_gates()
             except Exception:  # the pass will meet the like of it again
                 self._plan = None
@@ -130,7 +129,6 @@ class Context:
             plan, self._plan = self._plan, None
         if plan is None or not plan.still_holds():
             return self._new_plan()
-        plan.lift_limit()
         return plan
 
     def _new_plan(self) -> Plan:
@@ -161,7 +159,8 @@ class Context:
 
     def check_pass(self, id: int) -> Reason | None:
         """Whether a pass may begin, or go on, here. If it has failed already, this is why."""
-        self._check()
+        if self.released:
+            self._check()
         if self.lost is not None:
             raise WorkerLost(
                 f"worker {self.lost!r} took part in autograd context {self.id} and was lost, with "

@@ -54,7 +54,8 @@ class Engine:
         self._ids = IdSource(agent.info.id)
         #: (The garbage collector may release a context wherever something is made.)
         self._lock = threading.RLock()
-        #: Per worker, released contexts to tell it of: with the next call, and for certain.
+        #: Per worker, released contexts to tell it of: with the next call (whoever sends that takes
+        #: them, with no lock, and one may be missed), and for certain.
         self.released_for: dict[int, list[int]] = {}
         self._unconfirmed: dict[int, list[int]] = {}
         self._cleanup_due = False
@@ -143,21 +144,23 @@ class Engine:
 
     def answer(self, answering: Pass, request: Request, news: News) -> None:
         encoded = self.agent.codec.encode_plain(*news)
-        request.answer_encoded(encoded, self._tags(answering, request.caller.id, encoded))
+        has_history = answering.how.create_graph
+        tags = self._tags(answering, request.caller.id, encoded) if has_history else None
+        request.answer_encoded(encoded, tags)
 
     def _message(self, about: Pass, worker: int, news: News) -> tuple[Encoded, Tags | None, float]:
         left = about.seconds_left()
         how = about.how.with_time_left(left)
         failed = about.context.failures() if about.context.into_grad else ()
+        share = about.share_for(worker) if about.how.for_inputs else None
         said, gradients = news
-        value = (about.context.id, about.id, how, said, failed, about.share_for(worker))
+        value = (about.context.id, about.id, how, said, failed, share)
         encoded = self.agent.codec.encode_plain(value, gradients)
-        return encoded, self._tags(about, worker, encoded), left
+        tags = self._tags(about, worker, encoded) if about.how.create_graph else None
+        return encoded, tags, left
 
-    def _tags(self, about: Pass, worker: int, encoded: Encoded) -> Tags | None:
+    def _tags(self, about: Pass, worker: int, encoded: Encoded) -> Tags:
         """Gradients that have a history are a differentiable message like any other."""
-        if not about.how.create_graph:
-            return None
         tags: Tags = {}
         self.tag(tags, about.context, worker, "the backward pass", encoded.differentiable)
         return tags
@@ -167,7 +170,7 @@ class Engine:
     ) -> None:
         """Record a message that leaves, and have it say so."""
         message = context.send(to, tensors, about)
-        released = self._take_released(to) if to in self.released_for else ()
+        released = self.released_for.pop(to, ())
         mode = torch.is_grad_enabled()
         tags[TAG] = (context.id, message, mode, context.successes_for(to), released)
 
@@ -324,11 +327,6 @@ class Engine:
             executor.post(release)
         else:
             release()
-
-    def _take_released(self, worker: int) -> list[int]:
-        """The released contexts a worker has not been told of yet."""
-        with self._lock:
-            return self.released_for.pop(worker, [])
 
     def _send_cleanups(self) -> None:
         with self._lock:

@@ -7,8 +7,14 @@ without a parent knows then that all are.
 
 from __future__ import annotations
 
+from typing import Any
+
 #: How a worker stands to another in a pass.
 NO_CHILD, CHILD, CHILD_DONE = range(3)
+
+
+#: Stands for a set that has not been needed yet.
+_NOBODY: Any = frozenset()
 
 
 class Family:
@@ -21,12 +27,12 @@ class Family:
         self.parent = parent
         #: Everybody who knows of the pass, as far as this worker knows.
         self.involved: set[int] = set() if parent is None else {parent}
-        #: Workers that must still hear that there is a pass.
-        self.untold: set[int] = set()
+        #: Workers that must still hear that there is a pass; known once there is a plan.
+        self.untold: set[int] = _NOBODY
         #: Workers that were told and have not said yet whether they are children; and children.
         self.waits_for: set[int] = set()
         #: Children that are done. (What they said before may come later.)
-        self._done: set[int] = set()
+        self._done = _NOBODY
         self._parent_knows = False
         #: This worker's part is done, and so are those of its children.
         self.finished = False
@@ -37,7 +43,7 @@ class Family:
         if was_told or standing == CHILD_DONE:
             self.waits_for.discard(worker)
         if standing == CHILD_DONE:
-            self._done.add(worker)
+            self._done = self._done | {worker}
         elif standing == CHILD and worker not in self._done:
             self.waits_for.add(worker)
 
@@ -52,7 +58,8 @@ class Family:
         """A worker is told something; True if it has not been told of the pass before."""
         self.involved.add(worker)
         first = worker in self.untold
-        self.untold.discard(worker)
+        if first:
+            self.untold.remove(worker)
         return first
 
     def standing_to(self, worker: int) -> int:

@@ -171,15 +171,14 @@ PreparedGate = tuple[Any, Tensor, Gate]
 class Recv:
     """A differentiable message that has arrived. `into_grad`: torch runs its anchors."""
 
-    __slots__ = ("_arrived", "_hooks", "_into_grad", "anchors", "id", "sender")
+    __slots__ = ("_arrived", "_into_grad", "anchors", "id", "sender")
 
     def __init__(self, id: int, sender: int, into_grad: bool = False):
         self.id = id
         self.sender = sender
         self.anchors: list[Any] = []
         #: The tensors, as user code sees them, and their hooks.
-        self._arrived: list[weakref.ref[Tensor]] = []
-        self._hooks: list[_Hooks] = []
+        self._arrived: list[tuple[weakref.ref[Tensor], _Hooks]] = []
         self._into_grad = into_grad
 
     def take(self, tensor: Tensor) -> Tensor:
@@ -196,8 +195,7 @@ class Recv:
             anchor = arrived.grad_fn
         arrived._backward_hooks = hooks
         anchor._register_hook_dict(arrived)
-        self._hooks.append(hooks)
-        self._arrived.append(weakref.ref(arrived))
+        self._arrived.append((weakref.ref(arrived), hooks))
         self.anchors.append(anchor)
         if large:
             _let_go_of_memory(tensor)
@@ -205,8 +203,9 @@ class Recv:
 
     def is_watched(self, position: int) -> bool:
         """Whether others want to see what backward brings a tensor."""
-        arrived = self._arrived[position]()
-        return bool(self._hooks[position]) or (arrived is not None and arrived.retains_grad)
+        reference, hooks = self._arrived[position]
+        arrived = reference()
+        return bool(hooks) or (arrived is not None and arrived.retains_grad)
 
     def watch(self, position: int, task: Task, deliver: Deliver) -> None:
         """Have backward deliver a gradient as soon as it comes to a tensor in the middle of a task,
@@ -214,7 +213,7 @@ class Recv:
         # A hook of the tensor that comes from the anchor: torch calls those whether or not it runs
         # the node. The last one that was registered sees what all others have made of it.
         self.anchors[position]._set_sequence_nr(_FIRST - 1)
-        hooks = self._hooks[position]
+        _, hooks = self._arrived[position]
         hooks[task] = partial(_watch, task, deliver, self.id, position)
         task.watched.append(hooks)
 

@@ -9,7 +9,7 @@ The walk visits every node once.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from itertools import repeat
 from typing import TYPE_CHECKING, Any
 
@@ -33,6 +33,10 @@ if TYPE_CHECKING:
 
 Leaf: Any = torch._C._functions.AccumulateGrad  # type: ignore[attr-defined]
 
+_NO_LIMIT = repeat(None)
+#: A tensor is a sequence too, and would be taken apart.
+_NO_LIST = "roots are given as a list, and so are gradients for them: write [loss]"
+
 
 class Root:
     """Something `backward` was called on."""
@@ -50,13 +54,14 @@ def make_roots(
     tensors: Sequence[Tensor], gradients: Sequence[Tensor | None] | None = None
 ) -> list[Root]:
     """Check what backward is called on."""
-    # A tensor is a sequence too, and would be taken apart.
-    if isinstance(tensors, Tensor) or isinstance(gradients, Tensor):  # type: ignore[unreachable]
-        raise TypeError("roots are given as a list, and so are gradients for them: write [loss]")
+    if isinstance(tensors, Tensor):  # type: ignore[unreachable]
+        raise TypeError(_NO_LIST)
     if not tensors:
         raise ValueError("No tensors provided for gradient computation.")
     if gradients is None:
         return [_make_root(tensor, None) for tensor in tensors]
+    if isinstance(gradients, Tensor):  # type: ignore[unreachable]
+        raise TypeError(_NO_LIST)
     if len(gradients) != len(tensors):
         raise ValueError(f"{len(tensors)} roots, but {len(gradients)} gradients for them")
     return [_make_root(*pair) for pair in zip(tensors, gradients, strict=True)]
@@ -215,17 +220,14 @@ class Plan:
         self._frozen: list[Tensor] = []
         self._leaf_starts: list[tuple[Send, int, GradientEdge]] = []
         #: One for each node that may be visited.
-        self._steps: Iterator[None] = repeat(None)
+        self._steps = _NO_LIMIT
 
-    def limit(self, nodes: int) -> None:
-        """Have no more nodes visited than this, until there is a new limit or it is lifted."""
-        self._steps = repeat(None, nodes)
-
-    def lift_limit(self) -> None:
-        self._steps = repeat(None)
-
-    def add(self, sends: Mapping[int, Send], recvs: Mapping[int, Recv]) -> None:
-        """Add the messages of a context that were not there the last time."""
+    def add(
+        self, sends: Mapping[int, Send], recvs: Mapping[int, Recv], limit: int | None = None
+    ) -> None:
+        """Add the messages of a context that were not there the last time. No more nodes are
+        visited than the limit, if there is one; the next time it goes on there."""
+        self._steps = _NO_LIMIT if limit is None else repeat(None, limit)
         # In this order: what was sent may depend on what had arrived.
         new_sends = [*sends.values()][len(self.sends) :] if len(sends) > len(self.sends) else ()
         new_recvs = [*recvs.values()][len(self.recvs) :] if len(recvs) > len(self.recvs) else ()
@@ -289,6 +291,7 @@ class Plan:
 
     def finish(self, roots: Sequence[Root]) -> None:
         """Add what a pass begins with."""
+        self._steps = _NO_LIMIT
         for root in roots:
             start = edge_at(root.tensor.grad_fn, root.tensor.output_nr)
             region = Region(root, [(root, 0, start)])

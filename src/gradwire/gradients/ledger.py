@@ -212,12 +212,12 @@ class Ledger:
 
     def open_anchors(self, region: Region) -> Sequence[Anchor]:
         """The anchors of a region whose gradients are not known yet."""
-        replies = self.replies
-        return [
-            anchor
-            for anchor in region.anchors
-            if (reply := replies.get(anchor[0].id)) and reply.gradients[anchor[1]] is OPEN
-        ]
+        found = []
+        for recv, position in region.anchors:
+            reply = self.replies.get(recv.id)
+            if reply is not None and reply.gradients[position] is OPEN:
+                found.append((recv, position))
+        return found
 
     # -- answers
 
@@ -364,7 +364,11 @@ class Ledger:
             workers |= self._prospects.whom_to_tell()
         if family.parent is not None and family.owes_parent():
             workers.add(family.parent)
-        return [(worker, family.expect(worker), self.news_for(worker)) for worker in workers]
+        news = []
+        for worker in workers:
+            first = family.expect(worker)
+            news.append((worker, first, self.news_for(worker)))
+        return news
 
     def news_for(self, worker: int) -> News:
         sends: list[int] = []

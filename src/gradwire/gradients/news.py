@@ -35,11 +35,16 @@ def put_beside(beside: list[Tensor], gradients: Sequence[Gradient] | None) -> Pl
     """Put the gradients of an answer beside it."""
     if gradients is None:
         return None
-    found = [g for g in gradients if g is not None and g is not NOTHING and g is not PASSED_ON]
-    beside += found
-    if len(found) == len(gradients):
-        return len(found)
-    return [g if g is None or g is NOTHING or g is PASSED_ON else _NEXT for g in gradients]
+    places: list[Any] = []
+    all_there = True
+    for gradient in gradients:
+        if gradient is None or gradient is NOTHING or gradient is PASSED_ON:
+            places.append(gradient)
+            all_there = False
+        else:
+            places.append(_NEXT)
+            beside.append(gradient)
+    return len(places) if all_there else places
 
 
 def take_from(beside: Iterator[Tensor], places: Places) -> list[Gradient] | None:

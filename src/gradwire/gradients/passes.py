@@ -524,9 +524,10 @@ class Pass:
 
     def is_over(self) -> None:
         """Its outcome is known."""
-        with self._lock:
-            self._over = True
-            self._notify()
+        self._over = True  # first: who begins to wait from now on sees it
+        if self._changed is not None:
+            with self._lock:
+                self._notify()
         self.let_go()
 
     def let_go(self) -> None:

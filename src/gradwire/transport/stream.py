@@ -134,7 +134,9 @@ class StreamConnection:
         try:
             self._write(parts, blocked)
         finally:
-            self._end_writing()
+            self._writing.release()
+            if self._closed:
+                self._dispose()
 
     def hold(self, frame: Frame) -> int:
         if frame.buffers or frame.rest or len(frame.head) >= _LARGE_HEAD or self._closed:

@@ -325,8 +325,16 @@ class Codec:
                 encoded.payload, *encoded.rest = self._pickle(value, encoded)
             else:
                 form, plain, things = parts
-                described = [self._describe(thing, encoded) for thing in things]
-                encoded.payload = marshal.dumps((form, plain, described), MARSHAL_VERSION)
+                beside: list[Any] = []
+                for thing in things:
+                    described = describe(thing, encoded.buffers) if type(thing) is Tensor else None
+                    if described is None:
+                        beside.append(self._describe_other(thing, encoded))
+                        continue
+                    beside.append(described)
+                    if described[3] & _REQUIRES_GRAD:
+                        encoded.differentiable.append(thing)
+                encoded.payload = marshal.dumps((form, plain, beside), MARSHAL_VERSION)
             if encoded.memories:
                 encoded.buffers += encoded.memories
                 encoded.memories = ()
@@ -347,16 +355,10 @@ class Codec:
         pieces[0] = b"".join((_KNOWN, pieces[0]))
         return pieces
 
-    def _describe(self, thing: Any, encoding: Encoded) -> tuple[Any, ...] | list[Any] | bytes:
-        """What goes beside a plain value, in plain words: a tuple for a tensor, a list for what
-        was taught, or a pickle."""
-        if type(thing) is Tensor:
-            described = describe(thing, encoding.buffers)
-            if described is not None:
-                if described[3] & _REQUIRES_GRAD:
-                    encoding.differentiable.append(thing)
-                return described
-        elif type(thing) in self._taught:
+    def _describe_other(self, thing: Any, encoding: Encoded) -> list[Any] | bytes:
+        """What goes beside a plain value and is no dense tensor, in plain words: a list for what
+        was taught, or a pickle. (A tensor is a tuple.)"""
+        if type(thing) in self._taught:
             name, take_apart = self._taught[type(thing)]
             return [name, encoding.as_current(take_apart, thing)]
         return b"".join(self._pickle(thing, encoding))
