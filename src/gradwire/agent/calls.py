@@ -20,6 +20,8 @@ from gradwire.wire.values import Encoded, call_name
 #: Set on functions that return a future of their result; see `gradwire.rpc.functions`.
 ASYNC_MARK = "_wrapped_async_rpc_function"
 
+_PYTHON_CALL = Kind.PYTHON_CALL
+
 Deliver = Callable[[Any], None]
 #: Takes the error and the name of what was called.
 Fail = Callable[[BaseException, str], None]
@@ -50,7 +52,7 @@ class Calls:
         timeout: float,
     ) -> Any:
         encoded = self._agent.codec.encode_call(func, args, kwargs)
-        return self._agent.call_sync(to, Kind.PYTHON_CALL, func, encoded, timeout)
+        return self._agent.call_sync(to, _PYTHON_CALL, func, encoded, timeout)
 
     def begin(
         self,

@@ -57,6 +57,7 @@ class Link:
         self.to = to
         self.connection = connection
         self._executor = executor
+        self._hand_over = executor.hand_over
         self._complete = complete
         self._absorb = absorb
         self._ended = ended
@@ -104,7 +105,7 @@ class Link:
             self._open[id] = call
             self._due(call.deadline)
             if call.future is None or len(self._open) <= _MANY or not self._hold(encoded):
-                self.connection.send(encoded, self._executor.hand_over)
+                self.connection.send(encoded, self._hand_over)
         except ConnectionClosed as closed:
             untouched = self._open.pop(call.id, None) is not None
             self.end(str(closed))
@@ -137,7 +138,7 @@ class Link:
         """One of many calls: it can wait for the next ones, and travel with them."""
         held = self.connection.hold(frame)
         if held >= _MANY:
-            self.connection.flush(self._executor.hand_over)
+            self.connection.flush(self._hand_over)
         elif held and not self._flush_due:
             self._flush_due = True
             self._executor.post(self._flush)
@@ -146,7 +147,7 @@ class Link:
     def _flush(self) -> None:
         self._flush_due = False  # first: whoever holds a frame back from now on asks again
         try:
-            self.connection.flush(self._executor.hand_over)
+            self.connection.flush(self._hand_over)
         except ConnectionClosed as closed:
             self.end(str(closed))
         except BaseException:

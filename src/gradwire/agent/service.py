@@ -27,6 +27,7 @@ logger = logging.getLogger("gradwire")
 #: How long answers are kept back for others while short functions are served. (A long function
 #: delays those before it until the watch relieves the leader: a few milliseconds.)
 _TOGETHER_SECONDS = 200e-6
+_PYTHON_RET = Kind.PYTHON_RET
 #: So many calls of a peer are remembered, to know one that comes twice.
 _REMEMBERED_CALLS = 1024
 
@@ -71,7 +72,7 @@ class Request:
             self.answer_encoded(encoded, None)
 
     def answer_encoded(self, encoded: Encoded, tags: Tags | None) -> None:
-        self.service.send(self, Kind.PYTHON_RET, encoded, tags)
+        self.service.send(self, _PYTHON_RET, encoded, tags)
 
     def fail(self, error: BaseException, what: str = "") -> None:
         """Send back an exception."""

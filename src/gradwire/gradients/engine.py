@@ -38,6 +38,8 @@ TAG = "autograd"
 # have succeeded since the last time, other contexts that were released)
 Tag = tuple[int, int, bool, "Sequence[int]", "Sequence[int]"]
 
+_BACKWARD = Kind.BACKWARD_AUTOGRAD_REQ
+_is_grad_enabled = torch.is_grad_enabled
 #: How long released contexts are collected before other workers are told in a message.
 _CLEANUP_SECONDS = 0.2
 #: How long `backward` waits, after a failure, for functions that still run and may change `.grad`.
@@ -63,7 +65,7 @@ class Engine:
         self._lost: set[int] = set()
         #: The groups of leaves that torch has to accumulate; who knows of any puts them here.
         self.groups: Callable[[], Collection[Group]] = tuple
-        agent.handle(Kind.BACKWARD_AUTOGRAD_REQ, self._serve, runs_user_code=True)
+        agent.handle(_BACKWARD, self._serve, runs_user_code=True)
         agent.handle(Kind.AUTOGRAD_CHART_REQ, self._serve_chart, runs_user_code=True)
         agent.handle(Kind.BACKWARD_AUTOGRAD_OUTCOME, self._serve_outcome)
         agent.handle(Kind.CLEANUP_AUTOGRAD_CONTEXT_REQ, self._serve_cleanup)
@@ -131,16 +133,12 @@ class Engine:
     def ask(self, asking: Pass, worker: int, news: News) -> OpenCall:
         """Tell a worker something; what it has to tell is to be heard."""
         encoded, tags, left = self._message(asking, worker, news)
-        return self.agent.ask(
-            worker, Kind.BACKWARD_AUTOGRAD_REQ, "the backward pass", encoded, left, tags
-        )
+        return self.agent.ask(worker, _BACKWARD, "the backward pass", encoded, left, tags)
 
     def tell(self, telling: Pass, worker: int, news: News) -> Future[Any]:
         """Tell a worker something; what it has to tell comes in a future."""
         encoded, tags, left = self._message(telling, worker, news)
-        return self.agent.post(
-            worker, Kind.BACKWARD_AUTOGRAD_REQ, "the backward pass", encoded, left, tags
-        )
+        return self.agent.post(worker, _BACKWARD, "the backward pass", encoded, left, tags)
 
     def answer(self, answering: Pass, request: Request, news: News) -> None:
         encoded = self.agent.codec.encode_plain(*news)
@@ -171,8 +169,7 @@ class Engine:
         """Record a message that leaves, and have it say so."""
         message = context.send(to, tensors, about)
         released = self.released_for.pop(to, ())
-        mode = torch.is_grad_enabled()
-        tags[TAG] = (context.id, message, mode, context.successes_for(to), released)
+        tags[TAG] = (context.id, message, _is_grad_enabled(), context.successes_for(to), released)
 
     def _serve(self, request: Request) -> None:
         (context_id, pass_id, how_given, said, failed, share), gradients = request.decode()

@@ -45,6 +45,7 @@ SentTensor = tuple[int, int]
 
 _alias = torch.ops.aten._unsafe_view.default._op
 _strided = torch.strided
+_is_grad_enabled = torch.is_grad_enabled
 #: To copy this much is faster than not to.
 _SMALL_BYTES = 4096
 
@@ -55,7 +56,7 @@ def _is_large(tensor: Tensor) -> bool:
 
 def _twin(tensor: Tensor, large: bool) -> Tensor:
     """A tensor that comes from another, and is equal to it."""
-    if torch.is_grad_enabled():
+    if _is_grad_enabled():
         twin: Tensor = _alias(tensor, tensor.shape) if large else tensor.clone()
         return twin
     with torch.inference_mode(False), torch.enable_grad():  # whatever the calling code is in

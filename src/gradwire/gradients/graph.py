@@ -347,14 +347,15 @@ class Plan:
         if found is not None:
             region.join(found)
             return
-        self._marked[start] = region.whole()
+        self._marked[start] = region if region.part_of is None else region.whole()
         self._visit([start], region)
 
     def _visit(self, stack: list[Any], region: Region) -> None:
         """Go on from nodes that are marked, as far as the limit allows. Leaves and anchors that are
         found go over to the region."""
         marked, anchors, wanted = self._marked, self._anchors, self._wanted
-        region = region.whole()
+        if region.part_of is not None:
+            region = region.whole()
         for _ in self._steps:
             if not stack:
                 return

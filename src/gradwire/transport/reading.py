@@ -8,23 +8,26 @@ import threading
 class Reading:
     """One thread at a time has it."""
 
-    __slots__ = ("_lock", "_reader")
+    __slots__ = ("_free", "_reader")
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
+        #: Whoever takes what is in there has it. (Nobody waits for it, and a lock takes longer.)
+        self._free = [True]
         #: The thread that has it, as soon as it could make a note of that.
         self._reader = 0
 
     def begin(self) -> bool:
         """Whether this thread has it from now on."""
-        if not self._lock.acquire(False):
+        try:
+            self._free.pop()
+        except IndexError:
             return False
         self._reader = threading.get_ident()
         return True
 
     def end(self) -> None:
         self._reader = 0
-        self._lock.release()
+        self._free.append(True)
 
     def stop(self) -> bool:
         """For a thread that was interrupted and does not know: end it. Whether it had it, or may
@@ -33,4 +36,4 @@ class Reading:
         if reader == threading.get_ident():
             self.end()
             return True
-        return reader == 0 and self._lock.locked()
+        return reader == 0 and not self._free

@@ -39,6 +39,8 @@ class _NeedsPickle(Exception):
 
 def parts_of(value: Any, beside: Collection[type]) -> Parts | None:
     """A value in parts; None if it has to be pickled. Objects of the types `beside` go there."""
+    if type(value) in beside:
+        return VALUE, _BESIDE, [value]
     things: list[Any] = []
     try:
         (plain,) = _strip((value,), beside, things, set())
@@ -118,6 +120,8 @@ def put_together(form: int, plain: Any, things: Sequence[Any]) -> Any:
     """The value again."""
     if form == PAIR:
         return plain, things
+    if plain is _BESIDE:
+        return things[0]
     left = iter(things)
     if form == VALUE:
         return _fill((plain,), left)[0] if things else plain
