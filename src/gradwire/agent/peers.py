@@ -93,7 +93,8 @@ class Peers:
         if type(to) is str:
             peer = self._by_name.get(to)
         else:
-            to = to.id if isinstance(to, WorkerInfo) else to
+            if type(to) is not int and isinstance(to, WorkerInfo):
+                to = to.id
             peer = self._by_id.get(to)  # type: ignore[arg-type]
         return peer or self._look_up(to)
 

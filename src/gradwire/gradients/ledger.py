@@ -172,8 +172,11 @@ class Ledger:
         return found
 
     def _unanswered(self, worker: int) -> list[int]:
-        answers = self.answers
-        return [id for id, send in self.sends.items() if send.to == worker and id not in answers]
+        found = []
+        for id, send in self.sends.items():
+            if send.to == worker and id not in self.answers:
+                found.append(id)
+        return found
 
     def next_region(self, gated: bool) -> Region | None:
         """A region to run; one that has to wait at gates only if asked for."""

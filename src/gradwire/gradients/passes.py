@@ -34,7 +34,6 @@ from __future__ import annotations
 
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Collection, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -92,7 +91,7 @@ class Pass:
         #: Messages whose answers threads wait for, or will; and those nobody waits for yet, with
         #: the worker they went to and whether it was told for the first time.
         self._asked: set[OpenCall] = set()
-        self._unheard: deque[tuple[int, bool, OpenCall]] = deque()
+        self._unheard: list[tuple[int, bool, OpenCall]] = []
         #: Regions that are being run.
         self._running = 0
         self._begun = parent is None
@@ -353,7 +352,7 @@ class Pass:
                     return True
         self._tell()
         try:
-            worker, first, call = self._unheard.popleft()
+            worker, first, call = self._unheard.pop(0)
         except IndexError:
             return False
         try:
