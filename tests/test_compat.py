@@ -115,6 +115,24 @@ def test_one_line_in_the_program_does_the_same(run: Run) -> None:
     assert lines_of(run(INSTALL + PROGRAM, *LAUNCH)) == f"{RESULTS}runs on gradwire []\n"
 
 
+def test_the_timeout_of_a_worker_can_be_changed(run_here: Run) -> None:
+    written = run_here(
+        INSTALL
+        + """
+import os
+from torch.distributed import rpc
+
+options = rpc.TensorPipeRpcBackendOptions(init_method=f"file://{os.getcwd()}/store")
+rpc.init_rpc("me", rank=0, world_size=1, rpc_backend_options=options)
+print(rpc.get_rpc_timeout())
+rpc._set_rpc_timeout(7)
+print(rpc.get_rpc_timeout())
+rpc.shutdown()
+"""
+    )
+    assert written == "60.0\n7.0\n"
+
+
 def test_modules_run_too(run: Run, tmp_path: Path) -> None:
     (tmp_path / "module.py").write_text(PROGRAM)
     start = "import subprocess, sys; sys.exit(subprocess.call([sys.executable, '-m', 'gradwire', "

@@ -248,6 +248,15 @@ def test_a_plan_that_was_made_ahead_may_become_large(
     assert len(taken.regions) == 1
 
 
+def test_a_leaf_may_be_frozen_before_a_plan_has_come_to_it() -> None:
+    leaf = torch.ones(2, requires_grad=True)
+    plan = Plan(loose=False)
+    plan.add({1: Send(1, 1, [leaf], None)}, {}, limit=0)
+    assert plan.still_holds()
+    leaf.requires_grad_(False)
+    assert not plan.still_holds()
+
+
 def test_nothing_is_planned_for_a_context_that_was_released(context: Context) -> None:
     context.release()
     context.plan_ahead()

@@ -91,6 +91,21 @@ def test_every_transport_passes_at_rest(check: Check, way: str) -> None:
     check(WAYS[way])
 
 
+def test_a_thread_that_gives_a_connection_back_may_use_it_meanwhile() -> None:
+    """In the middle of that the garbage collector may run a destructor that makes a call."""
+    ours, theirs = socket.socketpair()
+    ours.setblocking(False)
+    connection = StreamConnection(ours, LISTENER, 1 << 20, 5.0)
+    with theirs:
+        assert connection.begin_reading()
+        with connection._disposing:
+            connection.close()
+            with pytest.raises(ConnectionClosed):
+                connection.send(Frame(b"late"))
+        connection.end_reading()
+    assert ours.fileno() < 0
+
+
 # -- pollers
 
 

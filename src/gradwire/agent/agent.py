@@ -75,7 +75,6 @@ class Agent:
     ):
         self.info = info
         self.options = options
-        self._rpc_seconds = options.rpc_seconds
         self.codec = codec
         self.roster = roster
         self.poller = new_poller()
@@ -192,14 +191,14 @@ class Agent:
 
     def timeout(self, given: float | timedelta) -> float:
         """A call's timeout in seconds: the one given, or that of the options."""
-        return self._rpc_seconds if given == UNSET_TIMEOUT else seconds(given)
+        return self.options.rpc_seconds if given == UNSET_TIMEOUT else seconds(given)
 
     def request(
         self, to: str | int | WorkerInfo, kind: Kind, value: Any, timeout: float | None = None
     ) -> Future[Any]:
         """Send a message of the rooms above, no user call; the answer comes in a future."""
         if timeout is None:
-            timeout = self._rpc_seconds
+            timeout = self.options.rpc_seconds
         return self.post(to, kind, kind.name, self.codec.encode(value), timeout)
 
     def post(

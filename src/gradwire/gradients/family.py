@@ -7,14 +7,8 @@ without a parent knows then that all are.
 
 from __future__ import annotations
 
-from typing import Any
-
 #: How a worker stands to another in a pass.
 NO_CHILD, CHILD, CHILD_DONE = range(3)
-
-
-#: Stands for a set that has not been needed yet.
-_NOBODY: Any = frozenset()
 
 
 class Family:
@@ -28,11 +22,11 @@ class Family:
         #: Everybody who knows of the pass, as far as this worker knows.
         self.involved: set[int] = set() if parent is None else {parent}
         #: Workers that must still hear that there is a pass; known once there is a plan.
-        self.untold: set[int] = _NOBODY
+        self.untold: set[int] = set()
         #: Workers that were told and have not said yet whether they are children; and children.
         self.waits_for: set[int] = set()
         #: Children that are done. (What they said before may come later.)
-        self._done = _NOBODY
+        self._done: frozenset[int] = frozenset()
         self._parent_knows = False
         #: This worker's part is done, and so are those of its children.
         self.finished = False

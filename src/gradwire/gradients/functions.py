@@ -80,19 +80,19 @@ def _edge_of_leaf(leaf: Tensor) -> GradientEdge:
     node: Any = _twin(leaf, _is_large(leaf)).grad_fn
     # A node of a leaf that nobody but Python holds is a trap: threads that use the leaf then wait
     # for the interpreter with a lock of torch's in hand, others for that lock with the interpreter.
-    owner = (node,) if _HAVE_OWNERS else ()
+    owner = (node, *_REST[1:]) if _REST else ()
     return _edge((*node.next_functions[0], *owner))
 
 
 def edge_at(node: Any, number: int = 0) -> GradientEdge:
     """Where the gradients of a node come to."""
-    return _edge((node, number, None) if _HAVE_OWNERS else (node, number))
+    return _edge((node, number) + _REST)  # noqa: RUF005 (it is faster)
 
 
 #: Makes an edge of a tuple, as the class would, without a detour through Python.
 _edge: Callable[[tuple[Any, ...]], GradientEdge] = partial(tuple.__new__, GradientEdge)
-#: Whether edges say besides who owns the node, as they do in some versions of torch.
-_HAVE_OWNERS = len(GradientEdge._fields) > 2
+#: What edges have besides in some versions of torch: first of all who owns the node.
+_REST = (None,) * (len(GradientEdge._fields) - 2)
 
 
 class Send:

@@ -56,12 +56,12 @@ def make_roots(
     """Check what backward is called on."""
     if isinstance(tensors, Tensor):  # type: ignore[unreachable]
         raise TypeError(_NO_LIST)
+    if gradients is not None and isinstance(gradients, Tensor):  # type: ignore[unreachable]
+        raise TypeError(_NO_LIST)
     if not tensors:
         raise ValueError("No tensors provided for gradient computation.")
     if gradients is None:
         return [_make_root(tensor, None) for tensor in tensors]
-    if isinstance(gradients, Tensor):  # type: ignore[unreachable]
-        raise TypeError(_NO_LIST)
     if len(gradients) != len(tensors):
         raise ValueError(f"{len(tensors)} roots, but {len(gradients)} gradients for them")
     return [_make_root(*pair) for pair in zip(tensors, gradients, strict=True)]
@@ -279,8 +279,9 @@ class Plan:
                 if not leaf.requires_grad:
                     return False
         for send, number, edge in self._leaf_starts:
-            if send.edge(number).node is not edge.node:
-                return False  # its data was exchanged
+            # It was frozen, or its data was exchanged.
+            if not send.ends[number].requires_grad or send.edge(number).node is not edge.node:
+                return False
         for id, positions in self.loose.items():
             ends = self.sends[id].ends
             for position in positions:

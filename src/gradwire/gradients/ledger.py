@@ -44,8 +44,8 @@ class How:
         #: How long it may take from now on; 0: for ever.
         self.seconds = seconds
 
-    def with_time_left(self, seconds: float) -> tuple[bool, bool, bool, float]:
-        """How to make the same for another worker."""
+    def as_told(self, seconds: float) -> tuple[bool, bool, bool, float]:
+        """What another worker makes the same of, with the time that is left by now."""
         return self.retain_graph, self.create_graph, self.for_inputs, seconds
 
 

@@ -523,10 +523,9 @@ class Pass:
 
     def is_over(self) -> None:
         """Its outcome is known."""
-        self._over = True  # first: who begins to wait from now on sees it
-        if self._changed is not None:
-            with self._lock:
-                self._notify()
+        with self._lock:
+            self._over = True
+            self._notify()
         self.let_go()
 
     def let_go(self) -> None:

@@ -93,7 +93,8 @@ class StreamConnection:
         self.begin_reading = self._reading.begin
         self._writing = threading.Lock()
         self._held: deque[bytes] = deque()
-        self._disposing = threading.Lock()
+        #: (Reentrant: the garbage collector may run there, and functions of users that make calls.)
+        self._disposing = threading.RLock()
         #: The poller knows the connection by a number that is another one's once it is closed.
         self._registering = threading.RLock()
         self._closed = False
@@ -134,9 +135,7 @@ class StreamConnection:
         try:
             self._write(parts, blocked)
         finally:
-            self._writing.release()
-            if self._closed:
-                self._dispose()
+            self._end_writing()
 
     def hold(self, frame: Frame) -> int:
         if frame.buffers or frame.rest or len(frame.head) >= _LARGE_HEAD or self._closed:

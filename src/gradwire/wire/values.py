@@ -75,11 +75,11 @@ class Encoded(Frame):
         #: value is read, tensors come later than what is in them.)
         self.buffers = []
         #: The other things, while they are met.
-        self.memories: Sequence[Tensor] = ()
+        self.memories: list[Tensor] | None = None
         #: The tensors of the value that require gradients, in the order they were met.
         self.differentiable: list[Tensor] = []
         #: Told where the message went, or None when it did not leave; rooms above put them here.
-        self.passengers: Sequence[Passenger] = ()
+        self.passengers: list[Passenger] = []
 
     def as_current(self, write: Callable[[Any], Any], what: Any) -> Any:
         outer, _current.encoding = _current.encoding, self
@@ -96,7 +96,9 @@ class Encoded(Frame):
         array = getattr(sys.modules.get("numpy"), "ndarray", ())
         if raw.readonly or len(raw) <= wire_tensors.INLINE_BYTES or not isinstance(raw.obj, array):
             return True
-        self.memories = [wire_tensors.over(raw), *self.memories]
+        if self.memories is None:
+            self.memories = []
+        self.memories.append(wire_tensors.over(raw))
         return False
 
     def whole_payload(self) -> bytes:
@@ -104,7 +106,7 @@ class Encoded(Frame):
 
     def tell_passengers(self, where: WorkerInfo | None) -> None:
         """Tell them, once."""
-        passengers, self.passengers = self.passengers, ()
+        passengers, self.passengers = self.passengers, []
         for passenger in passengers:
             passenger.left(where)
 
@@ -183,7 +185,7 @@ def add_passenger(passenger: Passenger) -> None:
     """While a taught type is taken apart: ask to be told what becomes of the message."""
     if _current.encoding is None:
         raise EncodingError("this can only be sent to a worker, not pickled elsewhere")
-    _current.encoding.passengers = [*_current.encoding.passengers, passenger]
+    _current.encoding.passengers.append(passenger)
 
 
 def is_encoding() -> bool:
@@ -336,8 +338,8 @@ class Codec:
                         encoded.differentiable.append(thing)
                 encoded.payload = marshal.dumps((form, plain, beside), MARSHAL_VERSION)
             if encoded.memories:
-                encoded.buffers += encoded.memories
-                encoded.memories = ()
+                encoded.buffers += reversed(encoded.memories)
+                encoded.memories = None
         except BaseException:
             encoded.tell_passengers(None)
             raise
