@@ -223,7 +223,7 @@ def test_a_late_message_does_not_bring_a_context_back(trio: list[Worker]) -> Non
     with pytest.raises(GradwireError, match="was released already"):
         agent.call_async(peer, Kind.PYTHON_CALL, square, call, 5.0, tags).wait()
     said = ([78], [], NO_CHILD, [], [])
-    message = ((context_id, 7, How().as_told(0.0), said, (), None), ())
+    message = ((context_id, 7, tuple(How()), said, (), None), ())
     with pytest.raises(GradwireError, match="was released already"):
         agent.request("worker1", Kind.BACKWARD_AUTOGRAD_REQ, message).wait()
     with pytest.raises(GradwireError, match="was released"):

@@ -233,7 +233,7 @@ def test_a_late_message_of_a_failed_pass_is_answered_with_the_root_cause(
             autograd.backward(context_id, [loss])
         (failed,) = trio[2].contexts.get(context_id).failures()
         said = ([], [], 0, [], [])
-        message = ((context_id, failed, passes.How().as_told(0.0), said, (), None), ())
+        message = ((context_id, failed, tuple(passes.How()), said, (), None), ())
         asked = trio[1].agent.request("worker2", Kind.BACKWARD_AUTOGRAD_REQ, message)
         with pytest.raises(Unwilling, match="no gradient today"):
             asked.wait()

@@ -148,7 +148,7 @@ class Engine:
 
     def _message(self, about: Pass, worker: int, news: News) -> tuple[Encoded, Tags | None, float]:
         left = about.seconds_left()
-        how = about.how.as_told(left)
+        how = (*about.how[:-1], left)
         failed = about.context.failures() if about.context.into_grad else ()
         share = about.share_for(worker) if about.how.for_inputs else None
         said, gradients = news

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from torch import Tensor
 
@@ -24,29 +24,16 @@ if TYPE_CHECKING:
     from gradwire.gradients.accumulation import Group
 
 
-class How:
+class How(NamedTuple):
     """What kind of a pass it is; everybody who takes part must know."""
 
-    __slots__ = ("create_graph", "for_inputs", "retain_graph", "seconds")
-
-    def __init__(
-        self,
-        retain_graph: bool = False,
-        create_graph: bool = False,
-        for_inputs: bool = False,
-        seconds: float = 0.0,
-    ):
-        self.retain_graph = retain_graph
-        self.create_graph = create_graph
-        #: Gradients are wanted for given tensors where the pass was started, and for no leaves: it
-        #: has to do with what is on the way to those (see `survey`).
-        self.for_inputs = for_inputs
-        #: How long it may take from now on; 0: for ever.
-        self.seconds = seconds
-
-    def as_told(self, seconds: float) -> tuple[bool, bool, bool, float]:
-        """What another worker makes the same of, with the time that is left by now."""
-        return self.retain_graph, self.create_graph, self.for_inputs, seconds
+    retain_graph: bool = False
+    create_graph: bool = False
+    #: Gradients are wanted for given tensors where the pass was started, and for no leaves: it has
+    #: to do with what is on the way to those (see `survey`).
+    for_inputs: bool = False
+    #: How long it may take from now on; 0: for ever.
+    seconds: float = 0.0
 
 
 class Ledger:
