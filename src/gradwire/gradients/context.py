@@ -7,7 +7,7 @@ it everywhere; a released id is remembered, so that a late message does not brin
 from __future__ import annotations
 
 import contextvars
-from _thread import RLock
+import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 from sys import getrefcount
@@ -62,7 +62,7 @@ class Context:
         #: Whether gradients go into `.grad` instead of being collected here.
         self.into_grad = bool(id & INTO_GRAD)
         self._messages = messages
-        self.lock = RLock()
+        self.lock = threading.RLock()
         self.sends: dict[int, Send] = {}
         self.recvs: dict[int, Recv] = {}
         #: The workers this one has exchanged messages with in this context.
@@ -278,7 +278,7 @@ class Contexts:
         self._messages.next()  # 0 means: nothing to differentiate
         self.max_id = worker_id << 48 | COUNTER_MASK
         #: (The garbage collector may release a context wherever something is made.)
-        self._lock = RLock()
+        self._lock = threading.RLock()
         self._contexts: dict[int, Context] = {}
         self._released: OrderedDict[int, None] = OrderedDict()
         #: Told of contexts that other workers made, when they are first heard of here.
