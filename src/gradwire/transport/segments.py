@@ -21,7 +21,10 @@ import socket
 import struct
 import threading
 import weakref
+from _thread import start_new_thread
+from collections import deque
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 
 import torch
 from torch import Tensor
@@ -38,9 +41,23 @@ _HEADER = 64  # the flag, and room to keep the data aligned
 _ANNOUNCE = struct.Struct("<QQ")
 _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 _PATIENCE_MS = 10_000
-#: From this size on it is faster to copy with two threads, in pieces of that size.
+#: From this size on it is faster to copy with two threads.
 _MUCH = 32 << 20
-_PIECE = 4 << 20
+_LEVEL2_CACHE_SIZE = 191  # as glibc numbers it; Python has no name for it
+
+
+def _piece() -> int:
+    """How much to copy at once: nearly what fits into a core's own cache. Up to there some
+    processors copy without reading first what is overwritten, which is several times faster where
+    that lies in the cache of the core that has read it."""
+    with suppress(OSError):
+        cache = os.sysconf(_LEVEL2_CACHE_SIZE)
+        if cache >= 256 << 10:  # it is known
+            return cache // 8 * 7
+    return 448 << 10
+
+
+_PIECE = _piece()
 
 
 def _capacity(size: int) -> int:
@@ -81,30 +98,43 @@ def _map(descriptor: int, size: int) -> memoryview:
 
 
 def _copy(target: int, source: int, size: int) -> None:
-    """Copy memory; much of it with the help of a second thread, piece by piece, so that nothing
-    waits for a thread that gets no core. (torch's own threads would be waited for.)"""
-    if size < _MUCH:
-        ctypes.memmove(target, source, size)
+    """Copy memory, piece by piece."""
+    if size >= _MUCH:
+        _copy_with_help(target, source, size)
         return
-    starts = iter(range(0, size, _PIECE))
+    for start in range(0, size, _PIECE):
+        ctypes.memmove(target + start, source + start, min(_PIECE, size - start))
 
-    def copy_pieces() -> None:
-        for start in starts:  # each goes to one of the threads
-            ctypes.memmove(target + start, source + start, min(_PIECE, size - start))
 
-    helper = threading.Thread(target=copy_pieces, name="gradwire-copy", daemon=True)
-    started = True
+def _copy_with_help(target: int, source: int, size: int) -> None:
+    """The same, together with a second thread, which begins at the end: so each finds in its cache
+    what it copied the last time. A thread that gets no core is not waited for, as torch's own
+    threads would be."""
+    starts = deque(range(0, size, _PIECE))
+    helping = threading.Lock()
+    core = _libc.sched_getcpu()
+
+    def copy_pieces(take: Callable[[], int]) -> None:
+        with suppress(IndexError):  # all of them are taken
+            while True:
+                start = take()
+                ctypes.memmove(target + start, source + start, min(_PIECE, size - start))
+
+    def help_out() -> None:
+        with helping:
+            if elsewhere := os.sched_getaffinity(0) - {core}:
+                # New threads often begin where their maker runs, and stay longer than this takes.
+                os.sched_setaffinity(0, elsewhere)
+            copy_pieces(starts.pop)
+
     try:
-        try:
-            helper.start()
-        except RuntimeError:  # there are too many threads
-            started = False
-        copy_pieces()
+        with suppress(RuntimeError):  # there are too many threads
+            start_new_thread(help_out, ())
+        copy_pieces(starts.popleft)
     finally:
-        for _ in starts:
-            pass  # after an interrupt: no more of them
-        if started:
-            helper.join()  # the memory must not go while it copies
+        starts.clear()  # after an interrupt: no more of them
+        with helping:
+            pass  # the memory must not go while the helper copies
 
 
 class _Segment:
