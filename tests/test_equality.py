@@ -101,6 +101,24 @@ def test_a_view_made_under_no_grad_leads_nowhere(trio: list[Worker], into_grad: 
     assert x.grad is None
 
 
+@pytest.mark.parametrize("into_grad", [False, True])
+@pytest.mark.parametrize("far", [False, True])
+def test_hooks_are_called_where_a_graph_leads_nowhere(
+    trio: list[Worker], into_grad: bool, far: bool
+) -> None:
+    x = torch.ones(2, requires_grad=True)
+    seen: list[Tensor] = []
+    with torch.no_grad():
+        view = x.view(2)
+    with autograd.context(into_grad) as context_id:
+        y = view * 1  # behind it there is nothing
+        y.register_hook(seen.append)
+        z = rpc.rpc_sync("worker1", torch.mul, args=(y, 3)) if far else y * 3
+        autograd.backward(context_id, [z.sum()])
+    assert [gradient.tolist() for gradient in seen] == [[3, 3]]
+    assert x.grad is None
+
+
 WEIGHT = torch.ones(2, requires_grad=True)
 
 

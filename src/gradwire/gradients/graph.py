@@ -100,7 +100,7 @@ class Region:
     """A connected part of the graph, and how far a pass has got with it."""
 
     __slots__ = (
-        "anchors", "asking", "bypassed", "frozen", "has_gradient", "leaves", "out", "part_of",
+        "anchors", "asking", "bypassed", "dead_ends", "has_gradient", "leaves", "out", "part_of",
         "queued", "reach", "sources", "starts",
     )  # fmt: skip
 
@@ -109,8 +109,9 @@ class Region:
         self.starts = starts
         #: Whose gradients are asked for.
         self.leaves: list[Tensor] = []
-        #: Where leaves are that do not require gradients any more. Torch goes there all the same.
-        self.frozen: list[GradientEdge] = []
+        #: Leaves that do not require gradients any more, and nodes behind which there is nothing.
+        #: Torch goes there all the same, and calls hooks on the way.
+        self.dead_ends: list[GradientEdge] = []
         self.anchors: list[Anchor] = []
         #: How many of its sources have not been answered yet; whether one has a gradient.
         self.has_gradient = type(source) is Root
@@ -128,7 +129,7 @@ class Region:
     def is_straight(self) -> bool:
         """Whether something was received and sent on as it is, and nobody watches that. What comes
         back goes back as it is, and torch need not be asked."""
-        if len(self.starts) != 1 or len(self.anchors) != 1 or self.leaves or self.frozen:
+        if len(self.starts) != 1 or len(self.anchors) != 1 or self.leaves or self.dead_ends:
             return False
         recv, position = self.anchors[0]
         return self.starts[0][2].node is recv.anchors[position] and not recv.is_watched(position)
@@ -150,7 +151,7 @@ class Region:
         large.sources += small.sources
         large.starts += small.starts
         large.leaves += small.leaves
-        large.frozen += small.frozen
+        large.dead_ends += small.dead_ends
         large.anchors += small.anchors
         large.out += small.out
         large.has_gradient |= small.has_gradient
@@ -364,7 +365,7 @@ class Plan:
             if type(node) is Leaf:
                 leaf = node.variable
                 if not leaf.requires_grad:
-                    region.frozen.append(edge_at(node))
+                    region.dead_ends.append(edge_at(node))
                     self._frozen.append(leaf)
                 elif wanted is None or id(leaf) in wanted:
                     region.leaves.append(leaf)
@@ -373,8 +374,10 @@ class Plan:
             if anchor is not None:
                 region.anchors.append(anchor)
                 continue
+            is_end = True
             for child, _ in node.next_functions:
                 if child is not None:
+                    is_end = False
                     found = marked.get(child)
                     if found is None:
                         marked[child] = region
@@ -382,4 +385,6 @@ class Plan:
                     elif found is not region:
                         region.join(found)
                         region = region.whole()
+            if is_end:
+                region.dead_ends.append(edge_at(node))
         self._unvisited.append((stack, region))

@@ -77,14 +77,14 @@ class Run:
         if not outputs and not gates:
             return ()
         leaves = self._region.leaves
-        frozen = self._region.frozen if not how.for_inputs else ()
-        if not (self.anchors or leaves or frozen):
+        dead_ends = self._region.dead_ends if not how.for_inputs else ()
+        if not (self.anchors or leaves or dead_ends):
             return ()
         task: Task | None = None
         sinks: list[Tensor | GradientEdge] = [*leaves]
         for recv, position in self.anchors:
             sinks.append(edge_at(recv.anchors[position]))
-        sinks += frozen
+        sinks += dead_ends
         outer, running.aside = running.aside, not into_grad
         try:
             if gates:
