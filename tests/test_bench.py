@@ -249,6 +249,19 @@ def test_a_table_compares_the_contestants_round_by_round() -> None:
     ]
 
 
+def test_some_cases_can_be_chosen_and_their_floors_come_along() -> None:
+    names = [case.name for case in rpc.SUITE.only("16 MB").cases]
+    assert [name for name in names if not name.startswith("echo")] == [
+        "copy of 16 MB, once",
+        "bare TCP socket, 16 MB there and back",
+    ]
+    assert rpc.SUITE.only("") == rpc.SUITE
+    done = run("-m", "gradwire", "bench", "rpc", "--only", "no such words")
+    assert done.returncode == 2
+    assert "rpc has no case with 'no such words' in its name" in done.stderr
+    assert all(case.name in done.stderr for case in rpc.SUITE.cases)
+
+
 def test_an_unknown_suite_is_refused() -> None:
     command = [sys.executable, "-m", "gradwire", "bench", "nothing"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=30, check=False)

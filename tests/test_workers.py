@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import os
 import signal
-import socket
 import sys
 import threading
 import time
@@ -99,49 +98,6 @@ def test_init_rpc_works_twice_in_a_process() -> None:
             assert [p.result() for p in started] == [["first1", "second1"], ["first0", "second0"]]
 
 
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
-
-
-def test_groups_meet_over_tcp_and_through_the_environment() -> None:
-    port = free_port()
-
-    def over_tcp(rank: int) -> Callable[[], str]:
-        def run() -> str:
-            options = rpc.TensorPipeRpcBackendOptions(init_method=f"tcp://127.0.0.1:{port}")
-            rpc.init_rpc(f"worker{rank}", rank=rank, world_size=2, rpc_backend_options=options)
-            answer = rpc.rpc_sync(f"worker{1 - rank}", whoami)
-            rpc.shutdown()
-            return str(answer)
-
-        return run
-
-    with processes(over_tcp(0), over_tcp(1)) as started:
-        assert [p.result() for p in started] == ["worker1", "worker0"]
-
-    port = free_port()
-
-    def by_environment(rank: int) -> Callable[[], str]:
-        def run() -> str:
-            os.environ |= {
-                "MASTER_ADDR": "127.0.0.1",
-                "MASTER_PORT": str(port),
-                "RANK": str(rank),
-                "WORLD_SIZE": "2",
-            }
-            rpc.init_rpc(f"worker{rank}")
-            answer = rpc.rpc_sync(f"worker{1 - rank}", whoami)
-            rpc.shutdown()
-            return str(answer)
-
-        return run
-
-    with processes(by_environment(0), by_environment(1)) as started:
-        assert [p.result() for p in started] == ["worker1", "worker0"]
-
-
 def test_torchs_own_option_objects_are_understood() -> None:
     from torch.distributed.rpc import TensorPipeRpcBackendOptions
 
@@ -167,13 +123,6 @@ def test_a_timeout_that_is_no_time_is_refused(memory_pair: list[Worker]) -> None
         memory_pair[0].rpc_sync("worker1", pid, timeout=math.nan)
 
 
-def test_a_missing_worker_is_named_at_the_deadline() -> None:
-    with meeting_place() as place:
-        options = rpc.Options(init_method=place, init_timeout=0.3)
-        with pytest.raises(SetupError, match=r"0.3 s in vain for the worker of rank 1"):
-            gradwire.Worker("lonely", 0, 2, options)
-
-
 @pytest.mark.parametrize(
     ("name", "complaint"),
     [
@@ -186,13 +135,6 @@ def test_a_missing_worker_is_named_at_the_deadline() -> None:
 def test_names_are_checked(name: str, complaint: str) -> None:
     with pytest.raises(SetupError, match=complaint):
         gradwire.Worker(name, 0, 1, rpc.Options(init_method="file:///nowhere"))
-
-
-def test_ranks_are_checked() -> None:
-    with pytest.raises(SetupError, match="rank parameter missing"):
-        gradwire.Worker("w", world_size=2, options=rpc.Options(init_method="file:///nowhere"))
-    with pytest.raises(SetupError, match="rank 2 is not below"):
-        gradwire.Worker("w", 2, 2, options=rpc.Options(init_method="file:///nowhere"))
 
 
 # -- dying and freezing

@@ -32,7 +32,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return _run(parser, options)
     if options.action == "plot":
         return plots.main(options.files, options.into)
-    return bench.main(options.suite, options.rounds, options.quick, options.json, options.peers)
+    return bench.main(
+        options.suite, options.rounds, options.quick, options.json, options.peers, options.only
+    )
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -75,6 +77,9 @@ def _parser() -> argparse.ArgumentParser:
     )
     measure.add_argument("suite", choices=sorted(bench.SUITES))
     measure.add_argument("--rounds", type=_at_least_one, default=5, metavar="R")
+    measure.add_argument(
+        "--only", default="", metavar="WORDS", help="the cases that have these words in their names"
+    )
     measure.add_argument(
         "--quick", action="store_true", help="few calls: a trial, not a measurement"
     )

@@ -22,7 +22,8 @@ from gradwire.agent.agent import Agent
 from gradwire.agent.calls import Calls
 from gradwire.agent.farewell import Farewell
 from gradwire.agent.futures import Future
-from gradwire.agent.roster import Roster, StoreRoster, is_gone, meet
+from gradwire.agent.meeting import meet
+from gradwire.agent.roster import Roster, StoreRoster, is_gone
 from gradwire.config import UNSET_TIMEOUT, Options
 from gradwire.errors import SetupError
 from gradwire.gradients.context import Contexts

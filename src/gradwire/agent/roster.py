@@ -1,7 +1,7 @@
 """Who is in the group, and where they can be reached.
 
-The workers of a group meet at one of torch's key-value stores (`meet`): each leaves its entry there
-and finds those of the others. The workers of one process can share a `LocalRoster` instead.
+The workers of a group meet at one of torch's key-value stores (`meeting`): each leaves its entry
+there and finds those of the others. The workers of one process can share a `LocalRoster` instead.
 """
 
 from __future__ import annotations
@@ -349,41 +349,3 @@ def _in_time(question: Callable[..., T], *args: Any) -> T:
         return answer.result(_STORE_SECONDS)
     except NotInTime as error:
         raise TimeoutError(f"no answer within {_STORE_SECONDS:g} s") from error
-
-
-def meet(
-    init_method: str, rank: int, size: int | None, timeout: float
-) -> tuple[StoreRoster, int, int | None]:
-    """Go to the place named by `init_method`; returns the roster there, this worker's rank (-1:
-    not yet known) and the size of the group (None: open)."""
-    store, rank, size = open_store(init_method, rank, size, timeout)
-    return StoreRoster(store, size, timeout), rank, size
-
-
-def open_store(
-    init_method: str, rank: int, size: int | None, timeout: float
-) -> tuple[Any, int, int | None]:
-    """The store at the place named by `init_method`, this worker's rank and the group's size."""
-    # Imported here: it takes a while, and workers of one process do without.
-    from torch.distributed.rendezvous import rendezvous
-
-    if init_method.startswith("env://"):
-        rank = rank if rank >= 0 else int(os.environ.get("RANK", "-1"))
-        size = size or int(os.environ.get("WORLD_SIZE", "0")) or None
-    if rank < 0 and (size is not None or not init_method.startswith("file://")):
-        raise SetupError(
-            f"rank parameter missing: a worker of a group that meets at {init_method!r} needs one, "
-            "from the argument rank or the variable RANK. Rank 0 hosts the meeting place"
-        )
-    if size is not None and rank >= size:
-        raise SetupError(f"rank {rank} is not below the world_size of {size}")
-    query = f"rank={max(rank, 0)}&world_size={size or -1}"
-    url = f"{init_method}{'&' if '?' in init_method else '?'}{query}"
-    try:
-        store, _, _ = next(rendezvous(url, timeout=timedelta(seconds=timeout)))
-    except Exception as error:
-        raise SetupError(
-            f"the group cannot meet at {init_method!r}: {error}. Every worker must be able to "
-            "reach that place, and the worker of rank 0 must be running"
-        ) from error
-    return store, rank, size

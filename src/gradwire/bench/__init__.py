@@ -26,14 +26,26 @@ SUITES = {
 
 
 def main(
-    suite: str, rounds: int, quick: bool, json_file: str | None = None, peers: bool = False
+    suite: str,
+    rounds: int,
+    quick: bool,
+    json_file: str | None = None,
+    peers: bool = False,
+    only: str = "",
 ) -> int:
-    """Run a suite, print its table and write all samples to a file if one is named. With `peers`,
-    others than torch take part where they can. Returns 0 if all contestants could do all cases.
+    """Run a suite, or `only` the cases that have these words in their names, print its table and
+    write all samples to a file if one is named. With `peers`, others than torch take part where
+    they can. Returns 0 if all contestants could do all cases.
 
     >>> main("rpc", rounds=5, quick=False)       # doctest: +SKIP
     """
-    chosen: contest.Suite = import_module(SUITES[suite]).SUITE
+    whole: contest.Suite = import_module(SUITES[suite]).SUITE
+    chosen = whole.only(only)
+    if not chosen.cases:
+        names = "".join(f"\n  {case.name}" for case in whole.cases)
+        why = f"{suite} has no case with {only!r} in its name. Its cases:{names}"
+        print(f"gradwire: {why}", file=sys.stderr)
+        return 2
     conditions = contest.facts(rounds, quick)
     print(f"{chosen.title}\n{', '.join(f'{k} {v}' for k, v in conditions.items())}\n", flush=True)
     if peers:

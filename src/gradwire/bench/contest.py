@@ -18,7 +18,7 @@ import sys
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.metadata import version
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
@@ -98,6 +98,12 @@ class Suite:
     title: str
     contestants: tuple[Contestant, ...]
     cases: tuple[Case, ...]
+
+    def only(self, words: str) -> Suite:
+        """The cases that have these words in their names, with their floors."""
+        found = {case.name for case in self.cases if words in case.name}
+        found |= {case.floor.case for case in self.cases if case.name in found and case.floor}
+        return replace(self, cases=tuple(case for case in self.cases if case.name in found))
 
 
 class BenchError(RuntimeError):

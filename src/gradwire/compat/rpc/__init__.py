@@ -6,7 +6,7 @@ import os
 from typing import Any
 from urllib.parse import urlparse
 
-from gradwire.agent.roster import open_store
+from gradwire.agent.meeting import open_store
 from gradwire.compat import autograd as _autograd
 from gradwire.compat.rpc import api, backend_registry, constants, functions, internal, options
 from gradwire.compat.rpc.agents import (
