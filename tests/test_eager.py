@@ -77,3 +77,10 @@ def test_who_must_not_wait_looks_once(world: World) -> None:
     world.comes = world.now + SOON
     assert not waiting.wait(world.look, 0)
     assert world.now < world.comes  # it is still to come
+
+
+def test_to_find_nothing_at_once_is_not_to_find_something_soon(world: World) -> None:
+    waiting = Eager()
+    world.comes = world.now + SOON
+    assert not waiting.wait(world.look, 0)
+    assert world.wait(waiting, SOON)

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import os
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from multiprocessing import Pipe
 from typing import Any
 
 import pytest
+from torch.distributed import HashStore
+from torch.distributed.rendezvous import register_rendezvous_handler
 
 import gradwire
 from gradwire import rpc
+from gradwire.agent import meeting
 from gradwire.errors import SetupError
 from gradwire.launch import free_port
 from tests.processes import PATIENCE, meeting_place, processes
@@ -61,25 +64,23 @@ def test_who_comes_before_the_host_looks_again_and_again(
     body: Callable[[int, int], Callable[[], str]],
 ) -> None:
     """torch would sleep for half a second or more in between."""
-    looks, refused = Pipe(duplex=False)
+    looks, seen = Pipe(duplex=False)
 
     def come_early() -> str:
-        connect = socket.create_connection
+        may_be_up = meeting._may_be_up
 
-        def look(*place: Any) -> socket.socket:
-            try:
-                return connect(*place)
-            except ConnectionRefusedError:
-                refused.send("nobody there")
-                raise
+        def look(host: str, port: int) -> bool:
+            found = may_be_up(host, port)
+            seen.send(found)
+            return found
 
-        socket.create_connection = look  # type: ignore[assignment]
+        meeting._may_be_up = look
         return body(1, port)()
 
-    with looks, refused, free_port() as port, processes(come_early) as (early,):
+    with looks, seen, free_port() as port, processes(come_early) as (early,):
         for _ in range(3):
             assert looks.poll(PATIENCE)
-            looks.recv()
+            assert not looks.recv()
         with processes(body(0, port)) as (host,):
             assert [early.result(), host.result()] == ["worker0", "worker1"]
 
@@ -87,9 +88,55 @@ def test_who_comes_before_the_host_looks_again_and_again(
 def test_who_meets_nobody_is_told_where() -> None:
     with free_port() as port:
         place = f"tcp://127.0.0.1:{port}"
-        options = rpc.Options(init_method=place, init_timeout=0.1)
-        with pytest.raises(SetupError, match=rf"'{place}': nobody listened at 127.0.0.1:{port}"):
+        options = rpc.Options(init_method=place, init_timeout=0.2)
+        with pytest.raises(SetupError, match=rf"the group cannot meet at '{place}': "):
             gradwire.Worker("lonely", 1, 2, options)
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "localhost"])
+def test_a_host_is_up_when_it_listens_and_may_be_where_nobody_can_tell(host: str) -> None:
+    with socket.create_server((host, 0)) as holder:
+        port = holder.getsockname()[1]
+        assert meeting._may_be_up(host, port)
+    assert not meeting._may_be_up(host, port)
+    assert meeting._may_be_up("192.0.2.1", port)  # on another machine
+
+
+def test_the_store_of_who_came_early_has_all_the_time_it_should_have() -> None:
+    def come_early() -> float:
+        store, _, _ = meeting.open_store(f"tcp://127.0.0.1:{port}", 1, 2, PATIENCE)
+        store.set("here", "yes")
+        return float(store.timeout.total_seconds())
+
+    def be_host() -> None:
+        store, _, _ = meeting.open_store(f"tcp://127.0.0.1:{port}", 0, 2, PATIENCE)
+        store.wait(["here"])
+
+    with free_port() as port, processes(come_early, be_host) as (early, host):
+        assert early.result() == PATIENCE
+        host.result()
+
+
+def test_a_rendezvous_of_ones_own_is_told_the_size() -> None:
+    urls = []
+
+    def meet_here(url: str, **_how: Any) -> Iterator[tuple[HashStore, int, int]]:
+        urls.append(url)
+        yield HashStore(), 1, 4
+
+    register_rendezvous_handler("gradwire-test", meet_here)
+    meeting.open_store("gradwire-test://here", 1, 4, PATIENCE)
+    assert urls == ["gradwire-test://here?rank=1&world_size=4"]
+
+
+@pytest.mark.parametrize(("port", "complaint"), [("", "MASTER_PORT"), ("99999", "65535")])
+def test_a_port_that_is_none_is_complained_of_at_once(
+    monkeypatch: pytest.MonkeyPatch, port: str, complaint: str
+) -> None:
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    monkeypatch.setenv("MASTER_PORT", port)
+    with pytest.raises(SetupError, match=complaint):
+        meeting.open_store("env://", 1, 2, PATIENCE)
 
 
 @pytest.mark.parametrize("over", ["file", "tcp"])

@@ -10,7 +10,6 @@ import select
 import signal
 import socket
 import struct
-import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -241,24 +240,6 @@ def test_unix_recycles_a_segment_when_the_receivers_tensor_dies(unix: Pair) -> N
     third = _pass(unix, torch.full((10_000,), 3))
     assert third.data_ptr() == used
     assert len(shared_memory()) == 2
-
-
-@pytest.mark.parametrize("threads", ["there are", "there are too many"])
-def test_unix_copies_much_in_pieces(
-    unix: Pair, monkeypatch: pytest.MonkeyPatch, threads: str
-) -> None:
-    monkeypatch.setattr("gradwire.transport.segments._MUCH", 1 << 16)
-    monkeypatch.setattr("gradwire.transport.segments._PIECE", 1 << 12)
-    sent = torch.randint(256, (1_000_003,), dtype=torch.uint8)
-    with monkeypatch.context() as patch:
-        if threads == "there are too many":
-
-            def refuse(_thread: threading.Thread) -> None:
-                raise RuntimeError("can't start new thread")
-
-            patch.setattr("threading.Thread.start", refuse)
-        unix.caller.send(Frame(b"", [sent]))
-    assert same_bytes(take(unix.listener, 1)[0].buffers[0], sent)
 
 
 def test_unix_forgets_trimmed_segments_on_both_sides(unix: Pair) -> None:

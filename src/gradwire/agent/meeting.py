@@ -2,22 +2,24 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import socket
+import sys
 import time
+from contextlib import suppress
 from datetime import timedelta
 from typing import Any
-from urllib.parse import urlsplit
+from urllib.parse import SplitResult, urlsplit
 
 from gradwire.agent.roster import StoreRoster
 from gradwire.errors import SetupError
 
 #: Who finds nobody at the meeting place looks again when a part of the time has passed that it has
-#: waited so far: soon at first, then from time to time.
+#: waited so far, and at least this; after so many seconds it leaves that to torch.
 _PART = 0.1
-_LOOK_SECONDS = (0.0005, 0.2)
-#: A host that takes longer than that to answer at all is left to torch.
-_PATIENCE_SECONDS = 1.0
+_LOOK_SECONDS = 0.0005
+_PATIENCE_SECONDS = 5.0
 
 
 def meet(
@@ -39,23 +41,26 @@ def open_store(
     if init_method.startswith("env://"):
         rank = rank if rank >= 0 else int(os.environ.get("RANK", "-1"))
         size = size or int(os.environ.get("WORLD_SIZE", "0")) or None
-    is_file = init_method.startswith("file://")
-    if rank < 0 and (size is not None or not is_file):
+    if rank < 0 and (size is not None or not init_method.startswith("file://")):
         raise SetupError(
             f"rank parameter missing: a worker of a group that meets at {init_method!r} needs one, "
             "from the argument rank or the variable RANK. Rank 0 hosts the meeting place"
         )
     if size is not None and rank >= size:
         raise SetupError(f"rank {rank} is not below the world_size of {size}")
+    place = urlsplit(init_method)
+    has_address = place.scheme in ("env", "tcp")
     # A host that is told the size waits for the others itself, and looks only every 10 ms.
-    query = f"rank={max(rank, 0)}&world_size={size if size and is_file else -1}"
+    query = f"rank={max(rank, 0)}&world_size={-1 if has_address else size or -1}"
     url = f"{init_method}{'&' if '?' in init_method else '?'}{query}"
     deadline = time.monotonic() + timeout
     try:
-        if rank > 0:
-            _wait_for_host(init_method, deadline)
-        left = timedelta(seconds=max(deadline - time.monotonic(), 0.001))
+        if has_address and rank > 0:
+            _wait_for_host(place, min(timeout / 2, _PATIENCE_SECONDS))
+        left = timedelta(seconds=deadline - time.monotonic())
         store, _, _ = next(rendezvous(url, timeout=left))
+        if has_address:
+            store.set_timeout(timedelta(seconds=timeout))  # for what is asked of it from now on
     except Exception as error:
         raise SetupError(
             f"the group cannot meet at {init_method!r}: {error}. Every worker must be able to "
@@ -64,25 +69,37 @@ def open_store(
     return store, rank, size
 
 
-def _wait_for_host(init_method: str, deadline: float) -> None:
-    """Wait until somebody listens at a meeting place that has an address. (Torch would do so too,
-    but who comes before the host sleeps for half a second or more each time.)"""
-    place = urlsplit(init_method)
+def _wait_for_host(place: SplitResult, seconds: float) -> None:
+    """Wait until somebody listens at a meeting place on this machine, for so long at most. Torch
+    would do that too, but who comes before the host sleeps for half a second or more each time."""
+    if sys.platform != "linux":
+        return
     if place.scheme == "env":
-        host, port = os.environ.get("MASTER_ADDR"), int(os.environ.get("MASTER_PORT", "0"))
+        host, port = os.environ.get("MASTER_ADDR"), int(os.environ.get("MASTER_PORT") or 0)
     else:
         host, port = place.hostname, place.port or 0
-    if place.scheme not in ("env", "tcp") or not host or not port:
-        return  # there is nothing to wait for, or torch says what is missing
+    if not host or not 0 < port < 1 << 16:
+        return  # torch says what is wrong
     start = time.monotonic()
-    while (left := deadline - time.monotonic()) > 0:
-        try:
-            socket.create_connection((host, port), min(left, _PATIENCE_SECONDS)).close()
-            return
-        except ConnectionRefusedError:
-            soonest, latest = _LOOK_SECONDS
-            waited = time.monotonic() - start
-            time.sleep(min(max(waited * _PART, soonest), latest))
-        except OSError:
-            return  # that is no answer: torch looks into it
-    raise TimeoutError(f"nobody listened at {host}:{port} in time")
+    with suppress(OSError):  # the host has no address here: torch looks into that
+        while not _may_be_up(host, port) and (waited := time.monotonic() - start) < seconds:
+            time.sleep(max(waited * _PART, _LOOK_SECONDS))
+
+
+def _may_be_up(host: str, port: int) -> bool:
+    """False if that is on this machine, and nobody listens there. The host is not asked, for
+    torch's looks up the name of everybody who connects: on Linux one can bind a port that another
+    has bound, until that one listens."""
+    is_here = False
+    for family, kind, protocol, _, address in socket.getaddrinfo(
+        host, port, type=socket.SOCK_STREAM
+    ):
+        with socket.socket(family, kind, protocol) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            try:
+                probe.bind(address)
+                is_here = True
+            except OSError as error:
+                if error.errno == errno.EADDRINUSE:
+                    return True
+    return not is_here

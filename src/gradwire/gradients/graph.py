@@ -110,7 +110,7 @@ class Region:
         #: Whose gradients are asked for.
         self.leaves: list[Tensor] = []
         #: Leaves that do not require gradients any more, and nodes behind which there is nothing.
-        #: Torch goes there all the same, and calls hooks on the way.
+        #: Torch goes there all the same, and calls hooks of tensors on the way.
         self.dead_ends: list[GradientEdge] = []
         self.anchors: list[Anchor] = []
         #: How many of its sources have not been answered yet; whether one has a gradient.

@@ -47,7 +47,7 @@ class Eager:
                     break
                 _give_way()
         found = look(timeout)
-        if perf_counter() - start < LOOK_SECONDS:
+        if found and perf_counter() - start < LOOK_SECONDS:
             self._patience = PATIENCE
         elif self._patience:
             self._patience -= 1

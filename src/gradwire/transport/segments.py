@@ -53,7 +53,7 @@ def _piece() -> int:
     with suppress(OSError):
         cache = os.sysconf(_LEVEL2_CACHE_SIZE)
         if cache >= 256 << 10:  # it is known
-            return cache // 8 * 7
+            return min(cache // 8 * 7, 4 << 20)
     return 448 << 10
 
 
@@ -108,11 +108,10 @@ def _copy(target: int, source: int, size: int) -> None:
 
 def _copy_with_help(target: int, source: int, size: int) -> None:
     """The same, together with a second thread, which begins at the end: so each finds in its cache
-    what it copied the last time. A thread that gets no core is not waited for, as torch's own
-    threads would be."""
+    what it copied the last time. If it gets no core it is waited for at most for one piece. (Of
+    torch's own threads each has to do its share.)"""
     starts = deque(range(0, size, _PIECE))
     helping = threading.Lock()
-    core = _libc.sched_getcpu()
 
     def copy_pieces(take: Callable[[], int]) -> None:
         with suppress(IndexError):  # all of them are taken
@@ -122,9 +121,6 @@ def _copy_with_help(target: int, source: int, size: int) -> None:
 
     def help_out() -> None:
         with helping:
-            if elsewhere := os.sched_getaffinity(0) - {core}:
-                # New threads often begin where their maker runs, and stay longer than this takes.
-                os.sched_setaffinity(0, elsewhere)
             copy_pieces(starts.pop)
 
     try:
@@ -133,8 +129,11 @@ def _copy_with_help(target: int, source: int, size: int) -> None:
         copy_pieces(starts.popleft)
     finally:
         starts.clear()  # after an interrupt: no more of them
-        with helping:
-            pass  # the memory must not go while the helper copies
+        try:
+            helping.acquire()  # the memory must not go while the helper copies
+        except BaseException:  # an interrupt
+            helping.acquire()
+            raise
 
 
 class _Segment:
