@@ -68,6 +68,7 @@ INTERRUPTED = threading.Event()
 def test_an_interrupt_does_not_leave_a_helper_behind(
     sent: Tensor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    INTERRUPTED.clear()
     copy, main = ctypes.memmove, threading.get_ident()
     helps, done = threading.Event(), []
 

@@ -242,6 +242,14 @@ def test_unix_recycles_a_segment_when_the_receivers_tensor_dies(unix: Pair) -> N
     assert len(shared_memory()) == 2
 
 
+def test_unix_copies_much_in_pieces(unix: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("gradwire.transport.segments._MUCH", 1 << 16)
+    monkeypatch.setattr("gradwire.transport.segments._PIECE", 1 << 12)
+    sent = torch.randint(256, (1_000_003,), dtype=torch.uint8)
+    unix.caller.send(Frame(b"", [sent]))
+    assert same_bytes(take(unix.listener, 1)[0].buffers[0], sent)
+
+
 def test_unix_forgets_trimmed_segments_on_both_sides(unix: Pair) -> None:
     kept, gone = _pass(unix, torch.arange(10_000)), _pass(unix, torch.arange(10_000))
     del gone
