@@ -1,9 +1,10 @@
-"""torch's own tests of its RPC, run from the installed torch against gradwire.
+"""Run torch's own tests of its RPC, from the installed torch, on gradwire.
 
-    python -m conformance                      all of them, compared with what is expected
-    python -m conformance RpcTest -k rref      those of a class, with a word in their name
-    python -m conformance --third              a third of them
-    python -m conformance --plain-torch        against torch itself, to check the runner
+    python -m conformance                      all tests
+    python -m conformance RpcTest -k rref      the tests of a class with a word in their names
+    python -m conformance --third              a third of the tests
+    python -m conformance --plain-torch        on torch itself, to check the runner
 
-`suite` says which tests there are, `running` runs them, `expectations` knows what differs and why.
+`suite` selects the tests, `running` runs them, `expectations` lists the tests that gradwire does
+not pass, with the reasons.
 """

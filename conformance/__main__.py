@@ -1,4 +1,5 @@
-"""The command; see the package's text."""
+"""The command line of ``python -m conformance``, which runs torch's tests of its RPC on
+gradwire."""
 
 from __future__ import annotations
 
@@ -25,7 +26,7 @@ def main() -> int:
     if options.list:
         print("\n".join(map(str, tests)))
         return 0
-    since = time.monotonic()
+    started = time.monotonic()
     outcomes: list[Outcome] = []
     for outcome in run(loaded, tests * options.times, options.jobs):
         outcomes.append(outcome)
@@ -33,24 +34,32 @@ def main() -> int:
             print(f"{outcome.result:8} {outcome.seconds:5.1f} s  {outcome.test}", flush=True)
             if not outcome.passed and not options.quiet:
                 print(outcome.output, flush=True)
-    _summarize(outcomes, time.monotonic() - since)
+    _summarize(outcomes, time.monotonic() - started)
     expected = {} if options.plain_torch else differences()
     return _compare(outcomes, expected)
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser("python -m conformance")
-    parser.add_argument("classes", nargs="*", help="classes of tests; all, if none is named")
-    parser.add_argument("-k", dest="words", help="only tests with this in their name")
+    parser.add_argument("classes", nargs="*", help="classes of tests (default: all)")
+    parser.add_argument(
+        "-k", dest="words", help="only tests with one of these words, separated by commas"
+    )
     parser.add_argument(
         "--third", action="store_true", help="only a third of the tests, always the same ones"
     )
-    parser.add_argument("-j", dest="jobs", type=int, default=3, help="tests at a time")
-    parser.add_argument("--times", type=int, default=1, help="run every test so many times")
-    parser.add_argument("-v", dest="verbose", action="store_true", help="name those that pass too")
-    parser.add_argument("-q", dest="quiet", action="store_true", help="no output of failed tests")
-    parser.add_argument("--list", action="store_true", help="only say which tests there are")
-    parser.add_argument("--plain-torch", action="store_true", help="run them against torch itself")
+    parser.add_argument(
+        "-j", dest="jobs", type=int, default=3, help="run this many tests at the same time"
+    )
+    parser.add_argument("--times", type=int, default=1, help="run every test this many times")
+    parser.add_argument(
+        "-v", dest="verbose", action="store_true", help="also list the tests that pass"
+    )
+    parser.add_argument(
+        "-q", dest="quiet", action="store_true", help="do not show the output of failed tests"
+    )
+    parser.add_argument("--list", action="store_true", help="list the tests, do not run them")
+    parser.add_argument("--plain-torch", action="store_true", help="run the tests on torch itself")
     return parser
 
 
@@ -71,14 +80,14 @@ def _summarize(outcomes: list[Outcome], seconds: float) -> None:
 
 
 def _compare(outcomes: list[Outcome], expected: dict[str, object]) -> int:
-    """The exit code: 0 when the tests that fail are those expected to, and no others."""
-    wrong = [o for o in outcomes if not o.passed and str(o.test) not in expected]
-    surprises = [o for o in outcomes if o.passed and str(o.test) in expected]
-    for outcome in wrong:
+    """Return the exit code: 0 if exactly the expected tests fail."""
+    unexpected = [o for o in outcomes if not o.passed and str(o.test) not in expected]
+    obsolete = [o for o in outcomes if o.passed and str(o.test) in expected]
+    for outcome in unexpected:
         print(f"{outcome.result}: {outcome.test}")
-    for outcome in surprises:
-        print(f"passed, although it is said to differ: {outcome.test}")
-    return 1 if wrong or surprises else 0
+    for outcome in obsolete:
+        print(f"passed, but is listed in expected_differences.toml: {outcome.test}")
+    return 1 if unexpected or obsolete else 0
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""The tests that gradwire does not pass, and why."""
+"""The tests that gradwire does not pass, with the reasons."""
 
 from __future__ import annotations
 
@@ -16,17 +16,19 @@ FILE = Path(__file__).with_name("expected_differences.toml")
 
 @dataclass(frozen=True)
 class Difference:
-    #: "better": gradwire does more than the test allows. "cannot be": torch gives no way to it.
+    #: "better": gradwire does more than the test allows. "impossible": torch offers no way to do
+    #: it.
     kind: str
     reason: str
 
 
 def differences() -> dict[str, Difference]:
-    """Test -> why it is not passed. Each must have a kind and a reason."""
-    found = {}
+    """Return why gradwire does not pass a test, by the name of the test. Raise ValueError if an
+    entry in the file lacks a kind or a reason."""
+    by_test = {}
     for group, tests in tomllib.loads(FILE.read_text()).items():
-        for name, said in tests.items():
-            if said["kind"] not in ("better", "cannot be") or len(said["reason"].split()) < 5:
+        for name, entry in tests.items():
+            if entry["kind"] not in ("better", "impossible") or len(entry["reason"].split()) < 5:
                 raise ValueError(f"{FILE.name}: {group}.{name} needs a kind and a reason")
-            found[f"{group}.{name}"] = Difference(said["kind"], said["reason"])
-    return found
+            by_test[f"{group}.{name}"] = Difference(entry["kind"], entry["reason"])
+    return by_test

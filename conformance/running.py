@@ -1,4 +1,4 @@
-"""Runs tests, a few at a time, each in a process of its own that cannot outlive its time."""
+"""Run a few tests at the same time, each in a process of its own that is killed at a deadline."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from conformance.suite import PATIENCE
+from conformance.suite import TEST_SECONDS
 
 _PASSED, _FAILED, _SKIPPED = 0, 1, 2
 _WORDS = {_PASSED: "passed", _FAILED: "failed", _SKIPPED: "skipped"}
-#: torch's harness ends a test at PATIENCE and says where its processes stand; this is for when it
-#: does not come to that.
-_DEADLINE = PATIENCE + 20.0
+#: torch's harness ends a test after TEST_SECONDS and shows the stacks of its processes. If the
+#: harness itself hangs, the test is killed at this deadline.
+_DEADLINE = TEST_SECONDS + 20.0
 _numbers = itertools.count()
 
 
@@ -50,19 +50,20 @@ class Outcome:
 class _Running:
     def __init__(self, test: Test, tests: type, folder: str):
         self.test = test
-        self.since = time.monotonic()
+        self._started = time.monotonic()
         self._log = Path(folder) / f"{test}.{next(_numbers)}.log"
         self.pid = os.fork()
         if self.pid == 0:
             _run_here(tests, test.name, self._log)
 
-    def look(self) -> Outcome | None:
-        """What became of it, once it is over. It is ended when its time is."""
+    def poll(self) -> Outcome | None:
+        """Return the outcome, or None while the test is running. Kill the test after the
+        deadline."""
         pid, status = os.waitpid(self.pid, os.WNOHANG)
-        seconds = time.monotonic() - self.since
+        seconds = time.monotonic() - self._started
         if pid == 0 and seconds < _DEADLINE:
             return None
-        self._kill()
+        self.kill()
         if pid == 0:
             os.waitpid(self.pid, 0)
             result = "hung"
@@ -71,8 +72,8 @@ class _Running:
             result = _WORDS.get(code, f"died ({code})")
         return Outcome(self.test, result, seconds, self._log.read_text(errors="replace"))
 
-    def _kill(self) -> None:
-        """End the test and every process it has started."""
+    def kill(self) -> None:
+        """Kill the test and the processes that it has started."""
         try:
             os.killpg(self.pid, signal.SIGKILL)
         except ProcessLookupError:
@@ -80,7 +81,7 @@ class _Running:
 
 
 def _run_here(tests: type, name: str, log: Path) -> None:
-    """Run one test in this forked process, and end."""
+    """Run one test in this forked process, and exit."""
     code = _FAILED
     try:
         os.setsid()
@@ -102,27 +103,27 @@ def _run_here(tests: type, name: str, log: Path) -> None:
         os._exit(code)
 
 
-def run(suite: dict[str, type], tests: Sequence[Test], at_a_time: int) -> Iterator[Outcome]:
-    """Run the tests; their outcomes as they come."""
+def run(suite: dict[str, type], tests: Sequence[Test], jobs: int) -> Iterator[Outcome]:
+    """Run the tests, `jobs` at the same time. Yield each outcome when the test has ended."""
     gc.collect()
-    gc.freeze()  # what is here already need not be looked through, and copied, by every process
+    gc.freeze()  # garbage collections in forked processes then copy fewer memory pages
     waiting, running = list(reversed(tests)), list[Any]()
     with tempfile.TemporaryDirectory() as folder:
-        # The meeting places that torch's harness leaves behind go with the folder.
+        # torch's harness leaves its rendezvous files behind: they are deleted with the folder.
         tempfile.tempdir = folder
         try:
             while waiting or running:
-                while waiting and len(running) < at_a_time:
+                while waiting and len(running) < jobs:
                     test = waiting.pop()
                     running.append(_Running(test, suite[test.group], folder))
                 time.sleep(0.02)
-                for one in list(running):
-                    outcome = one.look()
+                for test_process in list(running):
+                    outcome = test_process.poll()
                     if outcome is not None:
-                        running.remove(one)
+                        running.remove(test_process)
                         yield outcome
         finally:
             tempfile.tempdir = None
-            for one in running:
-                one._kill()
-                os.waitpid(one.pid, 0)
+            for test_process in running:
+                test_process.kill()
+                os.waitpid(test_process.pid, 0)

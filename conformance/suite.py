@@ -1,7 +1,9 @@
-"""Which tests there are: those of torch's wheel that use its Python API on the CPU.
+"""Select the tests to run: the tests in torch's wheel that use the Python API of its RPC on the
+CPU.
 
-Their processes are forked, not spawned: importing torch anew in each would take most of the time.
-So this process imports torch and the tests once, and must not start a thread.
+The processes of the tests are forked from this one, which has imported torch and the tests:
+importing torch in every process would take most of the time. This process must not start a thread,
+because a fork copies no other threads.
 """
 
 from __future__ import annotations
@@ -11,13 +13,13 @@ import os
 import re
 import warnings
 
-#: Seconds after which torch's harness ends the processes of a test and shows where they stand.
-PATIENCE = 60
-os.environ["DISTRIBUTED_TESTS_DEFAULT_TIMEOUT"] = str(PATIENCE)
+#: Seconds after which torch's harness ends the processes of a test and shows their stacks.
+TEST_SECONDS = 60
+os.environ["DISTRIBUTED_TESTS_DEFAULT_TIMEOUT"] = str(TEST_SECONDS)
 
-_HOME = "torch.testing._internal.distributed"
+_PACKAGE = "torch.testing._internal.distributed"
 
-#: class -> (module, which of torch's fixtures it runs with)
+#: The classes of tests: for each, its module, and the fixture of torch that starts the RPC for it.
 CLASSES = {
     "RpcTest": ("rpc.rpc_test", "tensorpipe"),
     "TensorPipeAgentRpcTest": ("rpc.rpc_test", "tensorpipe"),
@@ -37,23 +39,25 @@ CLASSES = {
     "DdpComparisonTest": ("ddp_under_dist_autograd_test", "tensorpipe"),
 }
 
-#: Tests of TorchScript, of CUDA and of the legacy profiler, which no Python library can provide;
-#: two that hang at their end now and then, also without any RPC: torch frees a module that has
-#: joined while it holds the interpreter's lock, and waits for a thread that wants it; and one of
-#: the same file, without such a module, that may tell processes to end before they listen,
-_LEFT_OUT = re.compile(
+#: Matches the names of the tests that are left out: tests of TorchScript, CUDA and the legacy
+#: profiler, which no Python library can provide; two tests that sometimes hang at their end, even
+#: without RPC (torch frees a DDP module while it holds the GIL, and waits for a thread that needs
+#: the GIL); and one test that may tell processes to end before they listen.
+_EXCLUDED = re.compile(
     "jit|script|cuda|profil|record_function|test_ddp_comparison|test_backward_no_ddp"
 )
-#: but the two whose name says so although they are about neither.
-_KEPT = {"test_disable_gil_profiling", "test_build_rpc_profiling_key"}
+#: Tests that run although `_EXCLUDED` matches their names: they test neither TorchScript nor the
+#: profiler.
+_INCLUDED = {"test_disable_gil_profiling", "test_build_rpc_profiling_key"}
 
 
 def load(plain_torch: bool = False) -> dict[str, type]:
-    """The classes of tests, ready to run, with gradwire in the place of torch's RPC."""
+    """Return the classes of tests by name. Put gradwire in the place of torch's RPC, unless
+    `plain_torch` is true."""
     import torch
 
     torch.set_num_threads(1)  # a forked process hangs in OpenMP when its parent has used threads
-    # Torch makes its pool anew in a forked process, and fails if two threads come to that at once.
+    # A forked process creates torch's thread pool anew, and fails if two threads do so at once.
     os.register_at_fork(after_in_child=lambda: torch.set_num_threads(1))
     if not plain_torch:
         from gradwire import compat
@@ -70,7 +74,8 @@ def load(plain_torch: bool = False) -> dict[str, type]:
         )
 
         if plain_torch:
-            # Importing the fixtures has given torch other names of backends than those it checks.
+            # Importing the fixtures has replaced `rpc.BackendType`, the enum that torch compares
+            # backends with: restore it.
             from torch.distributed import rpc
 
             rpc.BackendType = rpc.backend_registry.BackendType
@@ -86,14 +91,14 @@ def load(plain_torch: bool = False) -> dict[str, type]:
         }
         loaded: dict[str, type] = {}
         for name, (module, fixture) in CLASSES.items():
-            tests = getattr(importlib.import_module(f"{_HOME}.{module}"), name)
+            tests = getattr(importlib.import_module(f"{_PACKAGE}.{module}"), name)
             kind = type(name, (tests, fixtures[fixture], Forked), {"__module__": __name__})
-            # Some tests send themselves, so they must be found by name.
+            # Some tests send their own class, so unpickling must find it by name.
             loaded[name] = globals()[name] = kind
     return loaded
 
 
 def test_names(tests: type) -> list[str]:
-    """The tests of a class that are run."""
+    """Return the names of the selected tests of a class."""
     names = [name for name in dir(tests) if name.startswith("test_")]
-    return [name for name in names if name in _KEPT or not _LEFT_OUT.search(name)]
+    return [name for name in names if name in _INCLUDED or not _EXCLUDED.search(name)]

@@ -1,7 +1,7 @@
-"""A model whose layers live in three processes learns to tell two spirals apart.
+"""Train a model whose layers are in three processes. It learns to tell two spirals apart.
 
-worker0 has the data and the first layer; the others are on worker1 and worker2. Beside it, worker0
-trains the same model in one process, and shows how far the two are apart.
+worker0 has the data and the first layer; worker1 and worker2 have the other layers. worker0 also
+trains the same model in one process, and prints how much the two trainings differ.
 
     gradwire run -n 3 examples/quickstart.py
 """
@@ -20,7 +20,7 @@ STEPS = 120
 
 
 def layer(number: int) -> nn.Module:
-    """A layer of the model; the same wherever it is made."""
+    """Make a layer of the model, with the same values in every process."""
     torch.manual_seed(number)
     sizes = [2, 64, 64, 1]
     linear = nn.Linear(sizes[number], sizes[number + 1])
@@ -28,15 +28,15 @@ def layer(number: int) -> nn.Module:
 
 
 def spirals(points: int = 200) -> tuple[Tensor, Tensor]:
-    """Points on two spirals, and which one each is on."""
+    """Return points on two spirals, and the number of the spiral for each point."""
     turn = torch.linspace(0.25, 1, points).sqrt() * 3 * math.pi
-    one = torch.stack([turn.cos(), turn.sin()], dim=1) * turn[:, None] / 10
-    return torch.cat([one, -one]), torch.cat([torch.zeros(points, 1), torch.ones(points, 1)])
+    first = torch.stack([turn.cos(), turn.sin()], dim=1) * turn[:, None] / 10
+    return torch.cat([first, -first]), torch.cat([torch.zeros(points, 1), torch.ones(points, 1)])
 
 
 def main() -> None:
     x, y = spirals()
-    loss_of = nn.BCEWithLogitsLoss()
+    loss_function = nn.BCEWithLogitsLoss()
 
     first = layer(0)
     second = RemoteModule("worker1", layer, args=(1,))
@@ -53,24 +53,24 @@ def main() -> None:
 
     print(f"layers on worker0, {second.on} and {third.on}; {len(x)} points on two spirals")
     print("step   learning rate   right   loss on 3 workers   in one process   difference")
-    largest = 0.0
+    largest_difference = 0.0
     for step in range(1, STEPS + 1):
         with autograd.context() as context_id:
             scores = model(x)
-            loss = loss_of(scores, y)
+            loss = loss_function(scores, y)
             autograd.backward(context_id, [loss])
             optimizer.step(context_id)
         rate = schedule.get_last_lr()[0]
         schedule.step()
 
         twin_optimizer.zero_grad()
-        twin_loss = loss_of(twin(x), y)
+        twin_loss = loss_function(twin(x), y)
         twin_loss.backward()
         twin_optimizer.step()
         twin_schedule.step()
 
         difference = abs(loss.item() - twin_loss.item())
-        largest = max(largest, difference)
+        largest_difference = max(largest_difference, difference)
         if step == 1 or step % 10 == 0:
             right = ((scores > 0) == (y > 0.5)).float().mean().item()
             print(
@@ -80,8 +80,9 @@ def main() -> None:
 
     state, twin_state = model.state_dict(), twin.state_dict()
     for name in twin_state:
-        largest = max(largest, (state[name] - twin_state[name]).abs().max().item())
-    print(f"largest difference, of losses on the way and of parameters at the end: {largest:g}")
+        difference = (state[name] - twin_state[name]).abs().max().item()
+        largest_difference = max(largest_difference, difference)
+    print(f"largest difference in all losses and the final parameters: {largest_difference:g}")
 
 
 if __name__ == "__main__":
@@ -89,4 +90,4 @@ if __name__ == "__main__":
     rpc.init_rpc(f"worker{rank}")
     if rank == 0:
         main()
-    rpc.shutdown()  # waits until all three are done
+    rpc.shutdown()  # waits until all workers are done

@@ -1,4 +1,4 @@
-"""Nothing may be left behind: no thread, no descriptor, no shared memory, no child."""
+"""Fixtures. A test must leave no thread, descriptor, shared memory or child process behind."""
 
 from __future__ import annotations
 
@@ -10,9 +10,8 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from gradwire import current
-from gradwire.testing import cluster, transports_named
-from gradwire.testing.pairs import open_descriptors, shared_memory
+from gradwire.testing import acting_as, cluster, transports_named
+from gradwire.testing.connection_pairs import open_descriptors, shared_memory
 from gradwire.worker import Worker
 
 # Tests fork workers. A forked process hangs in OpenMP when its parent has used its threads.
@@ -21,7 +20,7 @@ torch.set_num_threads(1)
 
 def _has_child() -> bool:
     if not hasattr(os, "waitid"):
-        return False  # nobody can tell without reaping it
+        return False  # Without waitid, looking for a child would reap it.
     try:
         os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
     except ChildProcessError:
@@ -31,7 +30,7 @@ def _has_child() -> bool:
 
 @pytest.fixture(autouse=True)
 def _leaves_nothing_behind() -> Iterator[None]:
-    gc.freeze()  # only what this test makes is collected: all that was imported takes 0.1 s
+    gc.freeze()  # Later collections skip the objects that exist already, which would take 0.1 s.
     threads, descriptors, memory = set(threading.enumerate()), open_descriptors(), shared_memory()
     children = _has_child()
     yield
@@ -49,7 +48,7 @@ def memory_pair() -> Iterator[list[Worker]]:
         yield workers
 
 
-@pytest.fixture(params=["memory", "unix", "tcp"])
+@pytest.fixture(params=["in_process", "unix", "tcp"])
 def pair(request: pytest.FixtureRequest) -> Iterator[list[Worker]]:
     """Two workers in this process, over each of the transports."""
     with cluster(2, transports=transports_named(request.param)) as workers:
@@ -58,8 +57,7 @@ def pair(request: pytest.FixtureRequest) -> Iterator[list[Worker]]:
 
 @pytest.fixture
 def trio() -> Iterator[list[Worker]]:
-    """Three workers in this process, the first of them the current one."""
+    """Three workers in this process. The first one is the current worker."""
     with cluster(3) as workers:
-        token = current.enter(workers[0])
-        yield workers
-        current.exit(token)
+        with acting_as(workers[0]):
+            yield workers

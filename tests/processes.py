@@ -36,7 +36,7 @@ class Process:
         self._status: int | None = None
 
     def result(self) -> Any:
-        """What the body returned; raises what it raised."""
+        """Return the result of the body, or raise AssertionError with its traceback."""
         if not self._result.poll(PATIENCE):
             self.kill()
             raise AssertionError(f"process {self.pid} has not ended after {PATIENCE:g} s")
@@ -53,7 +53,7 @@ class Process:
         os.kill(self.pid, number)
 
     def kill(self) -> None:
-        """End the process the hard way, as an operator or the kernel would."""
+        """Kill the process with SIGKILL."""
         if self._status is None:
             os.kill(self.pid, signal.SIGKILL)
             self.wait()
@@ -93,8 +93,8 @@ def processes(*bodies: Callable[[], Any]) -> Iterator[list[Process]]:
 
 
 @contextmanager
-def meeting_place() -> Iterator[str]:
-    """An init_method for a group of processes."""
+def rendezvous_file() -> Iterator[str]:
+    """Yield an init_method for a group of processes: a file in a temporary folder."""
     with tempfile.TemporaryDirectory() as folder:
         yield f"file://{folder}/store"
 
@@ -103,8 +103,8 @@ def meeting_place() -> Iterator[str]:
 def group(
     size: int, body: Callable[[int], Any], *, shut_down: bool = True, **options: Any
 ) -> Iterator[list[Process]]:
-    """`size` worker processes, worker0, worker1 and so on; each runs ``body(rank)``."""
-    with meeting_place() as place:
+    """Start `size` worker processes, named worker0, worker1 and so on. Each runs `body(rank)`."""
+    with rendezvous_file() as place:
 
         def worker(rank: int) -> Callable[[], Any]:
             def run() -> Any:
@@ -126,25 +126,25 @@ def group(
 
 
 def run_group(size: int, body: Callable[[int], Any], **options: Any) -> list[Any]:
-    """Run a group to its end; the results by rank."""
+    """Run a group to its end. Return the results by rank."""
     with group(size, body, **options) as started:
         return [process.result() for process in started]
 
 
 def freeze(pid: int) -> None:
-    """Stop a process, and return when all its threads stand still."""
+    """Stop a process. Return when all its threads are stopped."""
 
-    def stands_still() -> bool:
+    def is_stopped() -> bool:
         states = [task.read_text().rpartition(")")[2].split()[0] for task in tasks.glob("*/stat")]
         return set(states) == {"T"}
 
     tasks = Path(f"/proc/{pid}/task")
     os.kill(pid, signal.SIGSTOP)
-    until(stands_still, "it stands still")
+    until(is_stopped, "all threads are stopped")
 
 
 def until(condition: Callable[[], bool], what: str) -> None:
-    """Wait for something that other processes bring about and that gives no notice."""
+    """Poll a condition that another thread or process will make true."""
     deadline = time.monotonic() + PATIENCE
     pause = 0.001
     while not condition():

@@ -18,10 +18,18 @@ from torch import Tensor
 from torch.autograd.graph import register_multi_grad_hook
 from torch.utils.checkpoint import checkpoint
 
-from gradwire import autograd, current, rpc
+from gradwire import autograd, rpc
+from gradwire._core import current
+from gradwire._core.wire.messages import Kind
 from gradwire.errors import CallError, GradwireError
-from gradwire.testing import Fault, FaultyTransport, cluster, transports_named
-from gradwire.wire.messages import Kind
+from gradwire.testing import (
+    Fault,
+    FaultyTransport,
+    acting_as,
+    cluster,
+    open_contexts,
+    transports_named,
+)
 from gradwire.worker import Worker
 from tests.processes import group, run_group, until
 
@@ -83,7 +91,7 @@ def test_unusable_roots_are_refused(trio: list[Worker]) -> None:
         assert autograd.get_gradients(context_id) == {}
 
 
-def test_a_plain_backward_says_what_to_call_instead(trio: list[Worker]) -> None:
+def test_a_plain_backward_names_the_function_to_call(trio: list[Worker]) -> None:
     x = torch.ones(2, requires_grad=True)
     with autograd.context():
         y = rpc.rpc_sync("worker1", square, args=(x,))
@@ -96,7 +104,7 @@ def test_outside_a_context_calls_are_not_recorded(trio: list[Worker]) -> None:
     y = rpc.rpc_sync("worker1", square, args=(x,))
     assert y.requires_grad
     assert y.is_leaf
-    assert not any(len(worker.contexts) for worker in trio)
+    assert not open_contexts(trio)
 
 
 def test_hooks_run_once_on_the_full_gradient(trio: list[Worker]) -> None:
@@ -131,10 +139,10 @@ def test_a_hook_on_several_tensors_runs_for_each_part_of_the_graph(
 
 @pytest.mark.parametrize("into_grad", [False, True])
 @pytest.mark.parametrize("gated", [False, True])
-def test_hooks_count_from_when_they_are_registered(
+def test_a_hook_applies_to_the_passes_after_its_registration(
     trio: list[Worker], into_grad: bool, gated: bool
 ) -> None:
-    """On what has arrived, also after a pass that went there."""
+    """Also on a received tensor, and after a pass that has run its node."""
     x = torch.ones(2, requires_grad=True)
     with autograd.context(into_grad) as context_id:
         arrived = rpc.rpc_sync("worker1", square, args=(x,))
@@ -144,14 +152,14 @@ def test_hooks_count_from_when_they_are_registered(
         autograd.backward(context_id, [loss], retain_graph=True)
         arrived.register_hook(lambda gradient: gradient * 100)
         autograd.backward(context_id, [loss])
-        found = x.grad if into_grad else autograd.get_gradients(context_id)[x]
+        gradient = x.grad if into_grad else autograd.get_gradients(context_id)[x]
     once = 6.0 if gated else 4.0
-    assert found is not None
-    assert found.tolist() == [101 * once] * 2
+    assert gradient is not None
+    assert gradient.tolist() == [101 * once] * 2
 
 
-def ask_on_the_way(x: Tensor) -> Tensor:
-    """Its hook makes a call, in the middle of a pass."""
+def multiply_gradient_elsewhere(x: Tensor) -> Tensor:
+    """Register a hook that makes a call in the middle of a pass."""
     y = x * 1
     y.register_hook(lambda gradient: rpc.rpc_sync("worker2", torch.mul, args=(gradient, 10)))
     return y * 2
@@ -160,7 +168,7 @@ def ask_on_the_way(x: Tensor) -> Tensor:
 def test_hooks_may_make_calls(trio: list[Worker]) -> None:
     x = torch.ones(2, requires_grad=True)
     with autograd.context() as context_id:
-        loss = rpc.rpc_sync("worker1", ask_on_the_way, args=(x,)).sum()
+        loss = rpc.rpc_sync("worker1", multiply_gradient_elsewhere, args=(x,)).sum()
         autograd.backward(context_id, [loss])
         assert autograd.get_gradients(context_id)[x].tolist() == [20.0, 20.0]
 
@@ -174,7 +182,7 @@ def square_there(x: Tensor) -> Tensor:
     return rpc.rpc_sync("worker1", square, args=(x,)) * x
 
 
-def test_checkpoints_work_there_and_around_calls(trio: list[Worker]) -> None:
+def test_checkpoints_work_in_callees_and_around_calls(trio: list[Worker]) -> None:
     x = torch.tensor([1.0, 2.0], requires_grad=True)
     with autograd.context() as context_id:
         y = rpc.rpc_sync("worker1", checkpointed, args=(x, False))
@@ -191,7 +199,7 @@ def test_reentrant_checkpoints_are_refused_by_torch(trio: list[Worker]) -> None:
             autograd.backward(context_id, [loss])
 
 
-def test_hooks_after_accumulation_run_where_gradients_go_into_grad(trio: list[Worker]) -> None:
+def test_post_accumulate_hooks_run_when_gradients_go_into_grad(trio: list[Worker]) -> None:
     x = torch.ones(2, requires_grad=True)
     seen: list[Any] = []
     x.register_post_accumulate_grad_hook(lambda leaf: seen.append(leaf.grad.tolist()))
@@ -202,7 +210,7 @@ def test_hooks_after_accumulation_run_where_gradients_go_into_grad(trio: list[Wo
 
 
 def test_ddp_averages_gradients_that_come_through_calls(tmp_path: Path) -> None:
-    """Two trainers with a replica each; a layer before it and one behind it are elsewhere."""
+    """Two trainers have a replica each. The layers before and behind it are on another worker."""
 
     def body(rank: int) -> list[float] | None:
         if rank == 2:
@@ -244,8 +252,8 @@ def residual(x: Tensor, weight: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("into_grad", [False, True])
-def test_passes_of_one_context_at_once_do_not_mix(trio: list[Worker], into_grad: bool) -> None:
-    """In one process torch allows that too."""
+def test_concurrent_passes_of_one_context_do_not_mix(trio: list[Worker], into_grad: bool) -> None:
+    """Torch allows this in one process too."""
     for _ in range(10):
         x = torch.ones(4, dtype=torch.float64, requires_grad=True)
         weight = torch.full((4,), 0.5, dtype=torch.float64)
@@ -264,22 +272,22 @@ def test_passes_of_one_context_at_once_do_not_mix(trio: list[Worker], into_grad:
                 ]
                 for running in passes:
                     running.result()
-            found = x.grad if into_grad else autograd.get_gradients(context_id)[x]
-        assert found is not None
-        assert torch.allclose(found, torch.full_like(x, 111 * 1.5**8))
+            gradient = x.grad if into_grad else autograd.get_gradients(context_id)[x]
+        assert gradient is not None
+        assert torch.allclose(gradient, torch.full_like(x, 111 * 1.5**8))
 
 
-def test_many_contexts_at_once_do_not_mix(trio: list[Worker]) -> None:
+def test_concurrent_contexts_do_not_mix(trio: list[Worker]) -> None:
     weight = torch.ones(2, requires_grad=True)
     results: dict[int, list[float]] = {}
 
     def trainer(number: int) -> None:
-        current.enter(trio[0])
-        with autograd.context() as context_id:
-            factor = torch.tensor(float(number))
-            y = rpc.rpc_sync("worker1", scale, args=(weight, factor))
-            autograd.backward(context_id, [y.sum()])
-            results[number] = autograd.get_gradients(context_id)[weight].tolist()
+        with acting_as(trio[0]):
+            with autograd.context() as context_id:
+                factor = torch.tensor(float(number))
+                y = rpc.rpc_sync("worker1", scale, args=(weight, factor))
+                autograd.backward(context_id, [y.sum()])
+                results[number] = autograd.get_gradients(context_id)[weight].tolist()
 
     threads = [threading.Thread(target=trainer, args=(number,)) for number in range(60)]
     for thread in threads:
@@ -311,7 +319,7 @@ def refuse(x: Tensor) -> Tensor:
     return Refuses.apply(x * 2)
 
 
-def test_a_failed_pass_leaves_no_gradients_and_can_be_tried_again(trio: list[Worker]) -> None:
+def test_a_failed_pass_leaves_no_gradients_and_can_be_repeated(trio: list[Worker]) -> None:
     x = torch.ones(2, requires_grad=True)
     with autograd.context() as context_id:
         a = rpc.rpc_sync("worker1", square, args=(x,))
@@ -328,7 +336,7 @@ def test_a_failed_pass_leaves_no_gradients_and_can_be_tried_again(trio: list[Wor
 
 
 @pytest.mark.parametrize("into_grad", [False, True])
-def test_gradients_do_not_get_lost_in_another_context(trio: list[Worker], into_grad: bool) -> None:
+def test_a_pass_that_reaches_another_context_raises(trio: list[Worker], into_grad: bool) -> None:
     x = torch.ones(2, requires_grad=True)
     with autograd.context(into_grad):
         y = rpc.rpc_sync("worker1", square, args=(x,))
@@ -349,18 +357,18 @@ def count_gradients(context_id: int) -> int:
     return len(autograd.get_gradients(context_id))
 
 
-def test_a_hook_may_ask_others_for_the_gradients_so_far(trio: list[Worker]) -> None:
+def test_a_hook_may_read_gradients_of_other_workers_during_a_pass(trio: list[Worker]) -> None:
     x = torch.ones(2, requires_grad=True)
-    found = []
+    counts = []
     with autograd.context() as context_id:
         h = x * 2
         h.register_hook(
-            lambda _gradient: found.append(
+            lambda _gradient: counts.append(
                 rpc.rpc_sync("worker1", count_gradients, args=(context_id,))
             )
         )
         autograd.backward(context_id, [rpc.rpc_sync("worker1", weigh, args=(h,)).sum()])
-        assert found == [0]  # none of a pass that has not ended
+        assert counts == [0]  # a running pass has stored no gradient yet
         assert rpc.rpc_sync("worker1", count_gradients, args=(context_id,)) == 1
 
 
@@ -368,10 +376,9 @@ def test_a_hook_may_ask_others_for_the_gradients_so_far(trio: list[Worker]) -> N
 @pytest.mark.parametrize("kind", [Kind.BACKWARD_AUTOGRAD_REQ, Kind.PYTHON_RET])
 def test_lost_messages_end_the_pass(action: Any, kind: Kind) -> None:
     x = torch.ones(2, requires_grad=True)
-    transport = FaultyTransport(transports_named("memory")[0], [])
+    transport = FaultyTransport(transports_named("in_process")[0], [])
     with cluster(2, transports=[transport]) as workers:
-        token = current.enter(workers[0])
-        try:
+        with acting_as(workers[0]):
             with autograd.context() as context_id:
                 loss = rpc.rpc_sync("worker1", square, args=(x,)).sum()
                 transport.add(Fault(action, kind=kind, times=1))
@@ -380,8 +387,6 @@ def test_lost_messages_end_the_pass(action: Any, kind: Kind) -> None:
                 assert autograd.get_gradients(context_id) == {}
                 autograd.backward(context_id, [loss])
                 assert torch.equal(autograd.get_gradients(context_id)[x], 2 * x)
-        finally:
-            current.exit(token)
 
 
 def test_a_worker_killed_during_the_pass_ends_it() -> None:
@@ -419,16 +424,16 @@ def die_in_backward(x: Tensor) -> Tensor:
     return Dies.apply(x)
 
 
-def test_contexts_of_a_dead_creator_are_reaped() -> None:
+def test_contexts_of_a_lost_creator_are_released() -> None:
     def body(rank: int) -> int | None:
         if rank == 1:
             context = autograd.context()
             context.__enter__()
             rpc.rpc_sync("worker0", square, args=(torch.ones(2, requires_grad=True),))
             os.kill(os.getpid(), signal.SIGKILL)
-        contexts = current.worker().contexts
+        contexts = current.runtime().contexts
         until(lambda: bool(SEEN), "the other worker has called")
-        until(lambda: not len(contexts), "its context is reaped")
+        until(lambda: not len(contexts), "the context is released")
         rpc.shutdown(graceful=False)
         return len(contexts)
 
@@ -436,7 +441,7 @@ def test_contexts_of_a_dead_creator_are_reaped() -> None:
         assert started[0].result() == 0
 
 
-def test_nothing_is_left_of_a_context(trio: list[Worker]) -> None:
+def test_a_released_context_keeps_no_tensor(trio: list[Worker]) -> None:
     x = torch.ones(1000, requires_grad=True)
     for number in range(50):
         with autograd.context() as context_id:
@@ -447,13 +452,16 @@ def test_nothing_is_left_of_a_context(trio: list[Worker]) -> None:
             except ZeroDivisionError:
                 assert number % 5 == 0
         del loss
-    until(lambda: not any(len(worker.contexts) for worker in trio), "all contexts are released")
+    until(
+        lambda: not open_contexts(trio),
+        "all contexts are released",
+    )
     gc.collect()
     alive = [o for o in gc.get_objects() if type(o) is Tensor and o.shape == (1000,)]
     assert len(alive) == 1, "only the leaf is left"
 
 
-def test_real_processes_have_the_gradients_of_one_process() -> None:
+def test_gradients_across_processes_equal_those_of_one_process() -> None:
     def body(rank: int) -> list[float] | None:
         if rank:
             return None

@@ -14,7 +14,8 @@ from typing import Any
 import pytest
 import torch
 
-from gradwire import current, rpc
+from gradwire import rpc
+from gradwire._core.transport.in_process import InProcessTransport
 from gradwire.errors import (
     CallTimeout,
     EncodingError,
@@ -25,14 +26,13 @@ from gradwire.errors import (
     UnknownWorkerError,
     WorkerLost,
 )
-from gradwire.testing import cluster, transports_named
-from gradwire.transport.memory import MemoryNetwork
+from gradwire.testing import acting_as, cluster, transports_named
 from gradwire.worker import Worker
 
 TIMEOUT = 30.0
 
 
-# -- what can be called
+# -- callables
 
 
 class Counter:
@@ -93,25 +93,24 @@ def test_a_worker_can_call_itself(pair: list[Worker]) -> None:
     assert pair[0].rpc_async(0, whoami).wait() == "worker0"
     mine = torch.zeros(3)
     pair[0].rpc_sync("worker0", torch.Tensor.add_, (mine, 1))
-    assert torch.equal(mine, torch.zeros(3)), "arguments are copies, also at home"
+    assert torch.equal(mine, torch.zeros(3)), "arguments are copies, also in a call to itself"
 
 
-def test_unknown_workers_are_named_with_those_there_are(memory_pair: list[Worker]) -> None:
+def test_an_unknown_worker_error_lists_the_known_workers(memory_pair: list[Worker]) -> None:
     with pytest.raises(UnknownWorkerError, match=r"'nobody'.*worker0, worker1"):
         memory_pair[0].rpc_sync("nobody", whoami)
 
 
-def test_without_a_worker_there_is_a_clear_error() -> None:
+def test_a_call_without_a_worker_names_init_rpc() -> None:
     with pytest.raises(NotInitializedError, match="init_rpc"):
         rpc.rpc_sync("worker1", whoami)
 
 
-def test_inside_its_block_a_worker_is_the_current_one() -> None:
+def test_functions_of_rpc_use_the_current_worker() -> None:
     with cluster(2) as (_, b):
-        context = contextvars.copy_context()
-        context.run(current.enter, b)
-        assert context.run(rpc.rpc_sync, "worker0", whoami) == "worker0"
-        assert context.run(rpc.get_worker_info) == b.info
+        with acting_as(b):
+            assert rpc.rpc_sync("worker0", whoami) == "worker0"
+            assert rpc.get_worker_info() == b.info
 
 
 # -- large and small values
@@ -122,7 +121,7 @@ def echo(value: Any) -> Any:
 
 
 @pytest.mark.parametrize("size", [0, 1, 2000, 9000, 40_000, 300_000, 3_000_000])
-def test_tensors_of_any_size_go_there_and_back(pair: list[Worker], size: int) -> None:
+def test_tensors_of_any_size_survive_a_round_trip(pair: list[Worker], size: int) -> None:
     sent = torch.arange(size, dtype=torch.float32)
     for _ in range(3):
         got = pair[0].rpc_sync("worker1", echo, (sent,))
@@ -131,7 +130,7 @@ def test_tensors_of_any_size_go_there_and_back(pair: list[Worker], size: int) ->
     assert torch.equal(sent, torch.arange(size, dtype=torch.float32))
 
 
-def test_large_values_of_any_kind_go_there_and_back(pair: list[Worker]) -> None:
+def test_large_values_of_any_kind_survive_a_round_trip(pair: list[Worker]) -> None:
     numpy = pytest.importorskip("numpy")
     array = numpy.arange(300_000.0)
     sent = [b"bytes" * 100_000, "text" * 50_000, array, list(range(50_000)), torch.ones(70_000)]
@@ -141,14 +140,14 @@ def test_large_values_of_any_kind_go_there_and_back(pair: list[Worker]) -> None:
         numpy.ones((300, 400), order="F"),
     ]
     kept = []
-    for number in range(4):  # what arrived stays as it is when more comes
+    for number in range(4):  # later messages must not change received values
         array[0] = number
         kept.append(pair[0].rpc_sync("worker1", echo, (sent,)))
     for number, arrived in enumerate(kept):
         array[0] = number
         assert [*map(str, arrived)] == [*map(str, sent)]
         assert numpy.array_equal(arrived[2], array)
-        arrived[2][:] = 0  # it belongs to the receiver
+        arrived[2][:] = 0  # the receiver may write to it
 
 
 def test_many_tensors_in_one_call(pair: list[Worker]) -> None:
@@ -157,13 +156,13 @@ def test_many_tensors_in_one_call(pair: list[Worker]) -> None:
     assert all(torch.equal(a, b) for a, b in zip(sent, got, strict=True))
 
 
-def test_a_result_can_be_kept_while_others_come(pair: list[Worker]) -> None:
+def test_a_result_is_not_changed_by_later_results(pair: list[Worker]) -> None:
     kept = [pair[0].rpc_sync("worker1", torch.full, ((50_000,), float(n))) for n in range(20)]
     assert [t[0].item() for t in kept] == [float(n) for n in range(20)]
     assert all(bool((t == t[0]).all()) for t in kept)
 
 
-def test_what_cannot_be_sent_is_named(memory_pair: list[Worker]) -> None:
+def test_a_call_that_cannot_be_sent_names_the_argument(memory_pair: list[Worker]) -> None:
     worker = memory_pair[0]
     with pytest.raises(EncodingError, match="argument 1 of echo"):
         worker.rpc_sync("worker1", echo, (1, lambda: 2))
@@ -219,7 +218,7 @@ def lose_a_worker() -> None:
 
 
 class ReadsBadly:
-    """Can be sent but not read."""
+    """Can be encoded but not decoded."""
 
     def __reduce__(self) -> Any:
         return int, ("no number",)
@@ -246,7 +245,9 @@ def test_the_original_exception_comes_back(pair: list[Worker]) -> None:
     assert (missing.value.errno, missing.value.filename) == (2, "a-file")
 
 
-def test_exceptions_unknown_here_keep_their_text(memory_pair: list[Worker]) -> None:
+def test_exceptions_that_the_caller_cannot_import_keep_their_text(
+    memory_pair: list[Worker],
+) -> None:
     with pytest.raises(RemoteError, match="LocalError: from within") as caught:
         memory_pair[0].rpc_sync("worker1", raise_local)
     assert "raise_local on worker 'worker1' raised" in str(caught.value)
@@ -259,14 +260,16 @@ def test_exceptions_that_cannot_be_sent_keep_their_text(pair: list[Worker]) -> N
     assert pair[0].rpc_sync("worker1", whoami) == "worker1"
 
 
-def test_errors_of_nested_calls_do_not_invite_to_try_again(memory_pair: list[Worker]) -> None:
+def test_the_error_of_a_nested_call_says_that_the_call_may_have_run(
+    memory_pair: list[Worker],
+) -> None:
     with pytest.raises(WorkerLost, match="further away") as lost:
         memory_pair[0].rpc_sync("worker1", lose_a_worker)
     assert lost.value.may_have_run
     assert (lost.value.worker, lost.value.call) == ("w", "c")
 
 
-def test_what_cannot_be_read_is_named_on_either_side(memory_pair: list[Worker]) -> None:
+def test_a_value_that_cannot_be_decoded_is_named_on_both_sides(memory_pair: list[Worker]) -> None:
     with pytest.raises(RemoteError, match=r"result of return_unreadable on worker 'worker1'"):
         memory_pair[0].rpc_sync("worker1", return_unreadable)
     with pytest.raises(ValueError, match="no number") as caught:
@@ -284,8 +287,8 @@ def test_a_remote_exit_does_not_end_the_caller(memory_pair: list[Worker]) -> Non
     assert memory_pair[0].rpc_sync("worker1", whoami) == "worker1"
 
 
-class Listening(logging.Handler):
-    """Collects what gradwire logs, and says when there is something."""
+class LogCollector(logging.Handler):
+    """Collects the errors that gradwire logs, and sets an event at each."""
 
     def __init__(self) -> None:
         super().__init__(logging.ERROR)
@@ -298,16 +301,16 @@ class Listening(logging.Handler):
 
 
 @pytest.fixture
-def log() -> Iterator[Listening]:
-    listening = Listening()
+def log() -> Iterator[LogCollector]:
+    listening = LogCollector()
     logger = logging.getLogger("gradwire")
     logger.addHandler(listening)
     yield listening
     logger.removeHandler(listening)
 
 
-def test_an_error_nobody_looked_at_is_logged_once(
-    memory_pair: list[Worker], log: Listening
+def test_an_error_that_is_never_retrieved_is_logged_once(
+    memory_pair: list[Worker], log: LogCollector
 ) -> None:
     memory_pair[0].rpc_async("worker1", raise_odd)
     assert log.heard.wait(TIMEOUT)
@@ -318,16 +321,14 @@ def test_an_error_nobody_looked_at_is_logged_once(
 
 
 def test_a_remote_value_that_failed_and_was_never_fetched_is_logged_once(
-    memory_pair: list[Worker], log: Listening
+    memory_pair: list[Worker], log: LogCollector
 ) -> None:
     memory_pair[0].remote("worker1", raise_odd)
     assert log.heard.wait(TIMEOUT)
     assert len(log.messages) == 1
 
 
-def test_an_error_that_was_looked_at_is_not_logged(
-    memory_pair: list[Worker], log: Listening
-) -> None:
+def test_a_retrieved_error_is_not_logged(memory_pair: list[Worker], log: LogCollector) -> None:
     for look in (lambda f: f.wait(), lambda f: f.value(), lambda f: torch.futures.wait_all([f])):
         future = memory_pair[0].rpc_async("worker1", raise_odd)
         until_done(future)
@@ -345,13 +346,13 @@ def until_done(future: Any) -> None:
 
 
 class Vanishing:
-    """Can be sent, but is unknown where it arrives."""
+    """Can be encoded, but refers to an attribute that does not exist."""
 
     def __reduce__(self) -> Any:
         return getattr, (Worker, "nothing_of_that_name")
 
 
-def test_what_is_unknown_at_the_other_end_is_explained(memory_pair: Any) -> None:
+def test_a_value_that_is_unknown_to_the_callee_is_explained(memory_pair: Any) -> None:
     with pytest.raises(EncodingError, match="pickler does not serialize"):
         memory_pair[0].rpc_sync("worker1", repr, args=(Vanishing(),))
 
@@ -377,7 +378,7 @@ def test_a_call_ends_at_its_deadline(pair: list[Worker]) -> None:
         with pytest.raises(CallTimeout):
             future.wait()
         future = pair[0].rpc_async("worker1", wait_for_event, ("deadline",), timeout=0.05)
-        until_done(future)  # also when nobody waits for it
+        until_done(future)  # its deadline applies although no thread waits in it
         assert isinstance(future.exception(), CallTimeout)
     finally:
         EVENTS["deadline"].set()
@@ -388,23 +389,23 @@ def test_timeout_zero_means_no_deadline(memory_pair: list[Worker]) -> None:
 
 
 @pytest.mark.parametrize("timeout", [3e6, 1e8, 1e15, float("inf")])
-@pytest.mark.parametrize("transport", ["memory", "unix"])
-def test_a_timeout_may_be_as_long_as_you_like(transport: str, timeout: float) -> None:
+@pytest.mark.parametrize("transport", ["in_process", "unix"])
+def test_a_timeout_may_be_arbitrarily_long(transport: str, timeout: float) -> None:
     options = rpc.Options(rpc_timeout=timeout, heartbeat_limit=timeout)
     with cluster(2, transports=transports_named(transport), options=options) as (a, _):
         assert a.rpc_sync("worker1", whoami) == "worker1"
         assert a.rpc_async("worker1", whoami, timeout=timeout).wait() == "worker1"
 
 
-def test_after_the_end_calls_say_so() -> None:
+def test_a_call_after_shutdown_raises() -> None:
     with cluster(2) as (a, _):
         pass
     with pytest.raises(ShutDownError, match="has shut down and cannot call worker 'worker1'"):
         a.rpc_sync("worker1", whoami)
 
 
-class SlowToConnect(MemoryNetwork):
-    """Nobody answers in time."""
+class SlowToConnect(InProcessTransport):
+    """Every attempt to connect takes longer than its timeout."""
 
     def connect(self, place: str, me: Any, them: Any, timeout: float) -> Any:
         threading.Event().wait(timeout)
@@ -447,7 +448,7 @@ def test_64_threads_with_nested_calls_finish(pair: list[Worker]) -> None:
     assert sorted(results) == sorted([1, 5, 9] * 64)
 
 
-def test_a_blocked_function_does_not_hold_up_others(pair: list[Worker]) -> None:
+def test_a_blocked_function_does_not_block_others(pair: list[Worker]) -> None:
     EVENTS["gate"] = threading.Event()
     blocked = [pair[0].rpc_async("worker1", wait_for_event, ("gate",)) for _ in range(8)]
     assert pair[0].rpc_sync("worker1", whoami) == "worker1"
@@ -459,7 +460,7 @@ def set_event(name: str) -> None:
     EVENTS[name].set()
 
 
-def test_no_more_functions_run_at_a_time_than_the_options_say() -> None:
+def test_num_worker_threads_limits_the_running_functions() -> None:
     EVENTS["limit"] = threading.Event()
     with cluster(2, options=rpc.Options(num_worker_threads=3)) as (a, _):
         running = [a.rpc_async("worker1", wait_for_event, ("limit",)) for _ in range(3)]
@@ -472,7 +473,7 @@ def test_no_more_functions_run_at_a_time_than_the_options_say() -> None:
         assert all(future.wait() for future in running)
 
 
-def test_functions_that_wait_for_others_do_not_count() -> None:
+def test_a_function_that_waits_for_a_call_does_not_count_as_running() -> None:
     with cluster(2, options=rpc.Options(num_worker_threads=1)) as (a, _):
         assert a.rpc_sync("worker1", bounce, (20,)) == 20
 
@@ -550,7 +551,7 @@ def test_several_threads_wait_for_one_future(pair: list[Worker]) -> None:
 
 
 def call_back_and_wait(depth: int) -> str:
-    """Waits for a future whose callback waits too."""
+    """Wait for a future whose callback also waits for a call."""
     future = rpc.rpc_async("worker0", whoami)
     chained = future.then(lambda f: f.wait() + rpc.rpc_sync("worker0", whoami))
     future.wait()
@@ -571,12 +572,12 @@ def bounce_with_wait_all(depth: int) -> int:
     return 1 + int(torch.futures.wait_all([future])[0])
 
 
-def test_waiting_in_torchs_own_functions_does_not_count_either() -> None:
+def test_a_function_that_waits_in_torch_does_not_count_as_running() -> None:
     with cluster(2, options=rpc.Options(num_worker_threads=2)) as (a, _):
         assert a.rpc_sync("worker1", bounce_with_wait_all, (12,)) == 12
 
 
-def test_a_callback_may_need_what_the_waiting_thread_holds(pair: list[Worker]) -> None:
+def test_a_callback_may_take_a_lock_that_the_waiting_thread_holds(pair: list[Worker]) -> None:
     lock = threading.Lock()
     future = pair[0].rpc_async("worker1", whoami)
     seen = threading.Event()
@@ -659,7 +660,7 @@ def test_a_function_may_return_a_future_of_its_result(pair: list[Worker]) -> Non
 
 
 class Secretive(Exception):
-    """Does not let itself be looked into."""
+    """Raises when one of the attributes that gradwire reads is read."""
 
     def __getattribute__(self, name: str) -> Any:
         if name in ("__notes__", "__traceback__", "__dict__"):
@@ -671,7 +672,7 @@ def raise_secretive() -> None:
     raise Secretive("told")
 
 
-def test_an_exception_that_cannot_be_looked_into_is_answered(trio: list[Worker]) -> None:
+def test_an_exception_that_hides_its_attributes_is_answered(trio: list[Worker]) -> None:
     with pytest.raises(Exception, match="told"):
         trio[0].rpc_sync("worker1", raise_secretive, timeout=30)
     assert trio[0].rpc_sync("worker1", max, (1, 2)) == 2

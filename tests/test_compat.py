@@ -1,4 +1,4 @@
-"""Programs written for torch's RPC run on gradwire as they are."""
+"""Programs written for torch's RPC run on gradwire unchanged."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ Run = Callable[..., str]
 
 @pytest.fixture
 def run(tmp_path: Path) -> Run:
-    """Run a program, `python ARGUMENTS program.py`, and give what it writes."""
+    """Run `python ARGUMENTS program.py AFTER` and return its output."""
 
     def run(text: str, *arguments: str, after: tuple[str, ...] = ()) -> str:
         (tmp_path / "program.py").write_text(textwrap.dedent(text))
-        ran = subprocess.run(
+        done = subprocess.run(
             [sys.executable, "-W", "ignore", *arguments, "program.py", *after],
             cwd=tmp_path,
             capture_output=True,
@@ -35,28 +35,28 @@ def run(tmp_path: Path) -> Run:
             timeout=SECONDS,
             check=False,
         )
-        assert ran.returncode == 0, ran.stdout + ran.stderr
-        return ran.stdout
+        assert done.returncode == 0, done.stdout + done.stderr
+        return done.stdout
 
     return run
 
 
 @pytest.fixture
 def run_here(tmp_path: Path) -> Run:
-    """The same in a fork of this process, which has imported torch."""
+    """Do the same in a fork of this process, which saves the import of torch."""
 
     def run(text: str) -> str:
         def program() -> str:
             os.chdir(tmp_path)
             warnings.simplefilter("ignore")
-            with contextlib.redirect_stdout(io.StringIO()) as written:
+            with contextlib.redirect_stdout(io.StringIO()) as output:
                 runpy.run_path("program.py", run_name="__main__")
-            return written.getvalue()
+            return output.getvalue()
 
         (tmp_path / "program.py").write_text(textwrap.dedent(text))
         with processes(program) as (child,):
-            written: str = child.result()
-            return written
+            output: str = child.result()
+            return output
 
     return run
 
@@ -64,7 +64,7 @@ def run_here(tmp_path: Path) -> Run:
 LAUNCH = ("-m", "gradwire", "run", "-n", "2")
 INSTALL = "import gradwire.compat\ngradwire.compat.install()\n"
 
-#: Says on which of the two it runs.
+#: A program whose last line of output names the library it runs on.
 PROGRAM = """
 import os
 import sys
@@ -116,7 +116,7 @@ def test_one_line_in_the_program_does_the_same(run: Run) -> None:
 
 
 def test_the_timeout_of_a_worker_can_be_changed(run_here: Run) -> None:
-    written = run_here(
+    output = run_here(
         INSTALL
         + """
 import os
@@ -130,7 +130,7 @@ print(rpc.get_rpc_timeout())
 rpc.shutdown()
 """
     )
-    assert written == "60.0\n7.0\n"
+    assert output == "60.0\n7.0\n"
 
 
 def test_modules_run_too(run: Run, tmp_path: Path) -> None:
@@ -173,10 +173,10 @@ def test_uninstalling_puts_everything_back(run_here: Run) -> None:
             (name, module) for name, module in sys.modules.items()
             if name.startswith(("torch.distributed", "torch.jit", "torch.futures"))
         ]
-        found = {(name, key): id(value) for name, module in places
-                 for key, value in vars(module).items()}
-        found.update({name: id(module) for name, module in places})
-        return found
+        values = {(name, key): id(value) for name, module in places
+                  for key, value in vars(module).items()}
+        values.update({name: id(module) for name, module in places})
+        return values
 
     import gradwire.compat
     import gradwire.compat.rpc._testing
@@ -193,7 +193,7 @@ def test_uninstalling_puts_everything_back(run_here: Run) -> None:
     assert run_here(program) == "[]\nTrue False\n"
 
 
-def test_it_is_too_late_when_torchs_rpc_is_running(run_here: Run) -> None:
+def test_installing_is_refused_while_torchs_rpc_is_running(run_here: Run) -> None:
     program = """
     import os
     from torch.distributed import rpc
@@ -226,10 +226,10 @@ def join(**options):
 def test_an_option_without_effect_is_named_once(run_here: Run) -> None:
     program = ALONE + textwrap.dedent("""
     for _ in range(2):
-        with warnings.catch_warnings(record=True) as told:
+        with warnings.catch_warnings(record=True) as warned:
             warnings.simplefilter("always")
             join(_transports=["shm"], device_maps={"me": {0: 1}})
-        print(sorted(str(w.message) for w in told if "is ignored" in str(w.message)))
+        print(sorted(str(w.message) for w in warned if "is ignored" in str(w.message)))
         rpc.shutdown()
     """)
     first, second = run_here(program).splitlines()

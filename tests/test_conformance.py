@@ -1,7 +1,7 @@
-"""torch's own tests pass on gradwire, but for those that are listed with a reason.
+"""torch's own tests pass on gradwire, except those that are listed with a reason.
 
-They run in a process of their own, which has started no thread when it forks. This is a third of
-them; `make conformance` runs all.
+They run in a process of their own, because a process that forks must not have threads. This is a
+third of the tests; `make conformance` runs all.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ ROOT = Path(__file__).parent.parent
 
 
 @pytest.mark.timeout(400)
-def test_torchs_own_tests_pass() -> None:
-    ran = subprocess.run(
+def test_the_tests_of_torch_pass() -> None:
+    done = subprocess.run(
         [sys.executable, "-m", "conformance", "--third"],
         cwd=ROOT,
         capture_output=True,
@@ -26,7 +26,7 @@ def test_torchs_own_tests_pass() -> None:
         timeout=390,
         check=False,
     )
-    assert ran.returncode == 0, ran.stdout[-20_000:] + ran.stderr[-5_000:]
+    assert done.returncode == 0, done.stdout[-20_000:] + done.stderr[-5_000:]
 
 
 def test_few_tests_differ() -> None:

@@ -1,4 +1,4 @@
-"""Contexts go everywhere the code goes, end everywhere when they end, and never come back."""
+"""A context follows the code to all workers, is released on all of them, and never returns."""
 
 from __future__ import annotations
 
@@ -16,15 +16,22 @@ import pytest
 import torch
 from torch import Tensor
 
-from gradwire import autograd, current, rpc
-from gradwire.agent.link import Link
-from gradwire.agent.service import Request
+from gradwire import autograd, rpc
+from gradwire._core import current
+from gradwire._core.autograd.pass_messages import (
+    TAG,
+    PassMessage,
+    PassOptions,
+    pack_metadata,
+    pack_request,
+)
+from gradwire._core.autograd.pass_state import PassState
+from gradwire._core.autograd.termination import NOT_A_CHILD
+from gradwire._core.rpc.client import ClientChannel
+from gradwire._core.rpc.server import Request
+from gradwire._core.wire.messages import Kind, Tags
 from gradwire.errors import ContextReleased, GradwireError, WorkerLost
-from gradwire.gradients.engine import TAG
-from gradwire.gradients.family import NO_CHILD
-from gradwire.gradients.ledger import How, Ledger
-from gradwire.testing import soak
-from gradwire.wire.messages import Kind
+from gradwire.testing import acting_as, open_contexts, runtime_of, soak
 from gradwire.worker import Worker
 from tests.processes import group, until
 
@@ -33,15 +40,20 @@ def square(x: Tensor) -> Tensor:
     return x * x
 
 
+def tags_of(context_id: int, message_id: int, successes: tuple[int, ...] = ()) -> Tags:
+    """Return the tags of a call made in a context."""
+    return {TAG: pack_metadata(context_id, message_id, True, successes, ())}
+
+
 def contexts_here() -> int:
-    return len(current.worker().contexts)
+    return len(current.runtime().contexts)
 
 
-# -- where they go
+# -- propagation
 
 
 def test_asyncio_tasks_have_contexts_of_their_own(trio: list[Worker]) -> None:
-    """They take turns in one thread, and each goes on in its own."""
+    """Two tasks take turns in one thread, and each keeps its own context."""
     turns: list[str] = []
 
     async def train(name: str, factor: float) -> Tensor:
@@ -51,7 +63,7 @@ def test_asyncio_tasks_have_contexts_of_their_own(trio: list[Worker]) -> None:
             for _ in range(3):
                 y = await rpc.rpc_async("worker1", torch.mul, args=(y, factor))
                 turns.append(name)
-                await asyncio.sleep(0)  # the other one's turn
+                await asyncio.sleep(0)  # lets the other task run
             autograd.backward(context_id, [y.sum()])
             return autograd.get_gradients(context_id)[x]
 
@@ -85,7 +97,7 @@ def square_later(x: Tensor) -> Any:
 
 @rpc.functions.async_execution
 def square_from_a_bare_thread(x: Tensor) -> Any:
-    """Its result is set by a thread that knows of no context."""
+    """Return a future whose result is set by a thread without a context."""
     future: torch.futures.Future[Tensor] = torch.futures.Future()
     thread = threading.Thread(target=lambda: future.set_result(x * x))
     thread.start()
@@ -107,7 +119,7 @@ def test_contexts_follow_served_functions(trio: list[Worker], function: Any, pow
 
 
 def differentiate_inside(x: Tensor) -> Tensor:
-    """A context inside of a served function, with a pass of its own."""
+    """Run a backward pass in a context of its own, inside a served function."""
     inner = x.detach().requires_grad_()
     with autograd.context() as context_id:
         autograd.backward(context_id, [rpc.rpc_sync("worker2", square, args=(inner,)).sum()])
@@ -129,17 +141,17 @@ def test_sixty_trainers_share_a_worker_and_some_fail(trio: list[Worker]) -> None
     right: list[int] = []
 
     def train(number: int) -> None:
-        current.enter(trio[0])
-        function = soak.refuse if number % 5 == 0 else torch.mul
-        args = (weight,) if number % 5 == 0 else (weight, float(number))
-        try:
-            with autograd.context() as context_id:
-                y = rpc.rpc_sync("worker1", function, args=args)
-                autograd.backward(context_id, [y.sum()])
-                if autograd.get_gradients(context_id)[weight].tolist() == [float(number)] * 2:
-                    right.append(number)
-        except soak.Refused:
-            pass
+        with acting_as(trio[0]):
+            function = soak.refuse if number % 5 == 0 else torch.mul
+            args = (weight,) if number % 5 == 0 else (weight, float(number))
+            try:
+                with autograd.context() as context_id:
+                    y = rpc.rpc_sync("worker1", function, args=args)
+                    autograd.backward(context_id, [y.sum()])
+                    if autograd.get_gradients(context_id)[weight].tolist() == [float(number)] * 2:
+                        right.append(number)
+            except soak.Refused:
+                pass
 
     threads = [threading.Thread(target=train, args=(number,)) for number in range(60)]
     for thread in threads:
@@ -149,27 +161,27 @@ def test_sixty_trainers_share_a_worker_and_some_fail(trio: list[Worker]) -> None
     assert sorted(right) == [number for number in range(60) if number % 5]
 
 
-# -- how they end
+# -- release
 
 
-def test_a_thread_does_not_keep_the_pass_that_failed_there(trio: list[Worker]) -> None:
-    """Torch would keep what the run had still to come to, and the gate there knows its pass."""
+def test_a_thread_does_not_keep_a_failed_pass_alive(trio: list[Worker]) -> None:
+    """Torch would keep the nodes that had not run yet, and a gate among them refers to its pass."""
     x = torch.ones(2, requires_grad=True)
     with contextlib.suppress(soak.Refused), autograd.context() as context_id:
         y = rpc.rpc_sync("worker1", soak.relay, args=(x, True))
-        there = weakref.ref(trio[1].contexts.get(context_id))
+        context = weakref.ref(runtime_of(trio[1]).contexts.get(context_id))
         autograd.backward(context_id, [y.sum()])
-    until(lambda: not trio[1].contexts.all(), "it is released there too")
-    until(lambda: not gc.collect() and there() is None, "nobody holds it any more")
+    until(lambda: not open_contexts([trio[1]]), "worker1 releases the context too")
+    until(lambda: not gc.collect() and context() is None, "the context is freed")
 
 
-@pytest.mark.parametrize("transport", ["memory", "unix"])
-def test_nothing_is_left_of_many_contexts(transport: str) -> None:
+@pytest.mark.parametrize("transport", ["in_process", "unix"])
+def test_many_contexts_leave_nothing_behind(transport: str) -> None:
     assert soak.soak(200, transport, lambda line: None) == []
 
 
 def test_graphs_die_with_their_context(trio: list[Worker]) -> None:
-    """On every worker, as soon as it has heard of the end."""
+    """On every worker, as soon as the release has reached it."""
     GRAPHS.clear()
     x = torch.ones(2, requires_grad=True)
     for fails in (False, True):
@@ -180,9 +192,12 @@ def test_graphs_die_with_their_context(trio: list[Worker]) -> None:
             except soak.Refused:
                 assert fails
         del y
-    until(lambda: not any(len(worker.contexts) for worker in trio), "all contexts are released")
+    until(
+        lambda: not open_contexts(trio),
+        "all contexts are released",
+    )
     for worker in trio[1:]:
-        rpc.rpc_sync(worker.name, contexts_here)  # its thread forgets what it did last
+        rpc.rpc_sync(worker.name, contexts_here)  # the thread drops the objects of its last call
     gc.collect()
     assert [graph() for graph in GRAPHS] == [None] * 6
 
@@ -211,50 +226,55 @@ def remember(x: Tensor, fails: bool) -> Tensor:
     return Remembered.apply(x, fails)
 
 
-def test_a_late_message_does_not_bring_a_context_back(trio: list[Worker]) -> None:
+def test_a_late_message_does_not_recreate_a_context(trio: list[Worker]) -> None:
     with autograd.context() as context_id:
         rpc.rpc_sync("worker1", square, args=(torch.ones(2, requires_grad=True),))
-    until(lambda: not any(len(worker.contexts) for worker in trio), "all contexts are released")
-    agent = trio[0].agent
+    until(
+        lambda: not open_contexts(trio),
+        "all contexts are released",
+    )
+    agent = runtime_of(trio[0]).agent
     peer = agent.peers.find("worker1")
 
     call = agent.codec.encode_call(square, (torch.ones(2, requires_grad=True),), {})
-    tags = {TAG: (context_id, 77, True, (5,), [])}
+    tags = tags_of(context_id, 77, (5,))
     with pytest.raises(GradwireError, match="was released already"):
-        agent.call_async(peer, Kind.PYTHON_CALL, square, call, 5.0, tags).wait()
-    said = ([78], [], NO_CHILD, [], [])
-    message = ((context_id, 7, tuple(How()), said, (), None), ())
+        agent.sender.call_async(peer, Kind.PYTHON_CALL, square, call, 5.0, tags).wait()
+    message = PassMessage([78], [], [], NOT_A_CHILD, [], [])
+    late = pack_request(context_id, 7, PassOptions(), (), None, message)
     with pytest.raises(GradwireError, match="was released already"):
-        agent.request("worker1", Kind.BACKWARD_AUTOGRAD_REQ, message).wait()
+        agent.sender.request("worker1", Kind.BACKWARD_AUTOGRAD_REQ, late).wait()
     with pytest.raises(GradwireError, match="was released"):
-        agent.request("worker1", Kind.AUTOGRAD_CHART_REQ, context_id).wait()
+        agent.sender.request("worker1", Kind.AUTOGRAD_PATHS_REQ, context_id).wait()
     assert (
-        agent.request("worker1", Kind.BACKWARD_AUTOGRAD_OUTCOME, (context_id, 7, None)).wait()
+        agent.sender.request(
+            "worker1", Kind.BACKWARD_AUTOGRAD_OUTCOME, (context_id, 7, None)
+        ).wait()
         is False
     )
-    agent.request("worker1", Kind.CLEANUP_AUTOGRAD_CONTEXT_REQ, [context_id]).wait()
+    agent.sender.request("worker1", Kind.CLEANUP_AUTOGRAD_CONTEXT_REQ, [context_id]).wait()
     with pytest.raises(GradwireError, match="was released already"):
-        agent.request("worker1", Kind.JOIN_AUTOGRAD_CONTEXT_REQ, context_id).wait()
-    assert not any(len(worker.contexts) for worker in trio)
+        agent.sender.request("worker1", Kind.JOIN_AUTOGRAD_CONTEXT_REQ, context_id).wait()
+    assert not open_contexts(trio)
 
 
-def test_a_context_that_nothing_was_heard_of_is_not_made_by_its_end(trio: list[Worker]) -> None:
-    """The cleanup overtakes the call."""
+def test_a_cleanup_before_the_first_call_creates_no_context(trio: list[Worker]) -> None:
+    """The cleanup message overtakes the call."""
     with autograd.context() as context_id:
         pass
-    agent = trio[0].agent
-    agent.request("worker1", Kind.CLEANUP_AUTOGRAD_CONTEXT_REQ, [context_id]).wait()
+    agent = runtime_of(trio[0]).agent
+    agent.sender.request("worker1", Kind.CLEANUP_AUTOGRAD_CONTEXT_REQ, [context_id]).wait()
     call = agent.codec.encode_call(square, (torch.ones(2, requires_grad=True),), {})
-    tags = {TAG: (context_id, 77, True, (), [])}
+    tags = tags_of(context_id, 77)
     with pytest.raises(GradwireError, match="was released already"):
-        agent.call_async(
+        agent.sender.call_async(
             agent.peers.find("worker1"), Kind.PYTHON_CALL, square, call, 5.0, tags
         ).wait()
-    assert not any(len(worker.contexts) for worker in trio)
+    assert not open_contexts(trio)
 
 
-def test_a_context_ends_where_it_came_through_a_worker_that_died() -> None:
-    """The creator has never talked to the last worker, which would not be told."""
+def test_a_context_that_arrived_through_a_killed_worker_is_released() -> None:
+    """The creator has no connection to the last worker, and would not notify it by itself."""
 
     def body(rank: int) -> int | None:
         if rank:
@@ -265,10 +285,13 @@ def test_a_context_ends_where_it_came_through_a_worker_that_died() -> None:
         with autograd.context() as context_id:
             _, pid = rpc.rpc_sync("worker1", pass_on, args=(x,))
             os.kill(pid, signal.SIGKILL)
-            known = current.worker().contexts.get(context_id).known
-            until(lambda: 2 in known, "the last worker asks to be told")
-        until(lambda: rpc.rpc_sync("worker2", contexts_here) == 0, "it is told")
-        with contextlib.suppress(WorkerLost):  # it may be gone before it can answer
+            known = current.runtime().contexts.get(context_id).known
+            until(lambda: 2 in known, "the last worker has joined the context")
+        until(
+            lambda: rpc.rpc_sync("worker2", contexts_here) == 0,
+            "the last worker releases the context",
+        )
+        with contextlib.suppress(WorkerLost):  # worker2 may shut down before it answers
             rpc.rpc_sync("worker2", finish)
         rpc.shutdown(graceful=False)
         return 0
@@ -277,27 +300,27 @@ def test_a_context_ends_where_it_came_through_a_worker_that_died() -> None:
         assert started[0].result() == 0
 
 
-def test_a_context_ends_that_is_heard_of_after_its_creator_was_lost(
+def test_a_context_that_arrives_after_its_creator_was_lost_is_released(
     trio: list[Worker], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In a call that had to wait, or through a worker that has not noticed."""
-    monkeypatch.setattr("gradwire.agent.insisting._RETRY_SECONDS", 0.005)
+    """In a delayed call, or through a worker that has not detected the loss yet."""
+    monkeypatch.setattr("gradwire._core.rpc.retry._RETRY_SECONDS", 0.005)
 
     def square_in(context_id: int, caller: Worker) -> None:
-        agent = caller.agent
+        agent = runtime_of(caller).agent
         call = agent.codec.encode_call(square, (torch.ones(2, requires_grad=True),), {})
-        tags = {TAG: (context_id, 77, True, (), [])}
+        tags = tags_of(context_id, 77)
         peer = agent.peers.find("worker2")
-        agent.call_async(peer, Kind.PYTHON_CALL, square, call, 5.0, tags).wait()
+        agent.sender.call_async(peer, Kind.PYTHON_CALL, square, call, 5.0, tags).wait()
 
-    first, second = trio[1].contexts.new(), trio[1].contexts.new()
+    first, second = runtime_of(trio[1]).contexts.new(), runtime_of(trio[1]).contexts.new()
     square_in(first.id, trio[1])
-    assert len(trio[2].contexts) == 1
+    assert open_contexts([trio[2]]) == 1
     trio[1].shutdown(graceful=False)
-    until(lambda: not len(trio[2].contexts), "the context it had is released")
-    with contextlib.suppress(ContextReleased):  # it may be before the answer is sent
+    until(lambda: not open_contexts([trio[2]]), "worker2 releases the first context")
+    with contextlib.suppress(ContextReleased):  # the release may precede the answer
         square_in(second.id, trio[0])
-    until(lambda: not len(trio[2].contexts), "so is the one it hears of now")
+    until(lambda: not open_contexts([trio[2]]), "worker2 releases the second context")
 
 
 FINISHED = threading.Event()
@@ -311,47 +334,47 @@ def pass_on(x: Tensor) -> tuple[Tensor, int]:
     return rpc.rpc_sync("worker2", square, args=(x,)), os.getpid()
 
 
-def test_the_command_says_what_is_left(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_soak_command_reports_the_contexts(capsys: pytest.CaptureFixture[str]) -> None:
     assert soak.main(["--contexts", "20", "--transport", "tcp"]) == 0
     assert "20 contexts in" in capsys.readouterr().out
 
 
-def test_the_command_would_notice_a_leak(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_soak_test_detects_a_leak(monkeypatch: pytest.MonkeyPatch) -> None:
     kept: list[Tensor] = []
 
     def keep(x: Tensor, context_id: int, network: Any) -> None:
         kept.append(x * 2)
 
-    monkeypatch.setattr(soak, "_GOOD", [keep])
-    assert any("tensors more" in line for line in soak.soak(100, "memory", lambda line: None))
+    monkeypatch.setattr(soak, "_SUCCEEDING", [keep])
+    assert any("more tensors" in line for line in soak.soak(100, "in_process", lambda line: None))
 
 
-def test_a_call_that_comes_too_late_does_not_keep_what_it_refers_to(trio: list[Worker]) -> None:
+def test_a_call_into_a_released_context_releases_its_references(trio: list[Worker]) -> None:
     with autograd.context() as context_id:
         pass
-    trio[1].contexts.release(context_id)
-    agent = trio[0].agent
+    runtime_of(trio[1]).contexts.release(context_id)
+    agent = runtime_of(trio[0]).agent
     rref = rpc.RRef(torch.ones(2))
     call = agent.codec.encode_call(rpc.RRef.to_here, (rref,), {})
-    tags = {TAG: (context_id, 0, True, (), [])}
+    tags = tags_of(context_id, 0)
     peer = agent.peers.find("worker1")
     with pytest.raises(GradwireError, match="was released already"):
-        agent.call_async(peer, Kind.PYTHON_CALL, "to_here", call, 5.0, tags).wait()
+        agent.sender.call_async(peer, Kind.PYTHON_CALL, "to_here", call, 5.0, tags).wait()
     del rref, call
     until(lambda: nothing_held(trio), "the value is gone")
 
 
 def nothing_held(workers: list[Worker]) -> bool:
     gc.collect()
-    return not any(any(worker.refs.debug_info().values()) for worker in workers)
+    return not any(any(runtime_of(worker).rrefs.debug_info().values()) for worker in workers)
 
 
 def refer_when_it_is_too_late(context_id: int) -> Any:
-    current.worker().contexts.release(context_id)
+    current.runtime().contexts.release(context_id)
     return rpc.RRef(torch.ones(2))
 
 
-def test_an_answer_that_comes_too_late_does_not_keep_what_it_refers_to(trio: list[Worker]) -> None:
+def test_an_answer_from_a_released_context_releases_its_references(trio: list[Worker]) -> None:
     with autograd.context() as context_id, pytest.raises(ContextReleased):
         rpc.rpc_sync("worker1", refer_when_it_is_too_late, args=(context_id,))
     until(lambda: nothing_held(trio), "the value is gone")
@@ -365,18 +388,24 @@ def make_when_it_is_time() -> Tensor:
     return torch.ones(2)
 
 
-def test_a_value_that_is_made_after_its_context_ended_is_not_waited_for(trio: list[Worker]) -> None:
+def test_fetching_a_value_raises_when_the_context_has_ended(trio: list[Worker]) -> None:
     MADE.clear()
     rref = rpc.remote("worker1", make_when_it_is_time)
     with autograd.context() as context_id:
         value = threading.Thread(target=contextvars.copy_context().run, args=(fetch, rref))
         value.start()
-        until(lambda: trio[1].agent.served_calls() > 1, "the value was asked for")
-    until(lambda: trio[1].contexts.is_released(context_id), "the context has ended there too")
+        until(
+            lambda: runtime_of(trio[1]).agent.metrics.served_calls() > 1,
+            "worker1 has received the request for the value",
+        )
+    until(
+        lambda: runtime_of(trio[1]).contexts.is_released(context_id),
+        "worker1 has released the context",
+    )
     MADE.set()
     value.join()
     assert [ContextReleased] == FETCHED
-    assert trio[1].agent.served_calls() == 0
+    assert runtime_of(trio[1]).agent.metrics.served_calls() == 0
 
 
 FETCHED: list[Any] = []
@@ -399,11 +428,11 @@ def double_and_keep(x: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("answers", [False, True])
-def test_what_was_sent_may_be_changed_the_moment_it_has_left(
+def test_a_tensor_may_be_changed_right_after_it_was_sent(
     trio: list[Worker], monkeypatch: pytest.MonkeyPatch, answers: bool
 ) -> None:
-    """By whoever got it: with a call of a function that has the same tensor."""
-    kind, name = (Request, "answer_encoded") if answers else (Link, "send")
+    """The receiver may call a function that changes the same tensor."""
+    kind, name = (Request, "answer_encoded") if answers else (ClientChannel, "send")
     send = getattr(kind, name)
 
     def send_and_change(*args: Any) -> None:
@@ -424,20 +453,21 @@ def test_what_was_sent_may_be_changed_the_moment_it_has_left(
         assert torch.equal(autograd.get_gradients(context_id)[x], torch.full((2,), 2.0))
 
 
-def _ledgers() -> int:
-    return sum(type(found) is Ledger for found in gc.get_objects())
+def _pass_states() -> int:
+    return sum(type(candidate) is PassState for candidate in gc.get_objects())
 
 
 def constant(x: Tensor) -> Tensor:
     return x.detach() * 2
 
 
-def test_what_passes_knew_is_gone_without_the_garbage_collector(trio: list[Worker]) -> None:
-    """Also of those that ran at gates, had to look ahead for that, and made gates in vain."""
+def test_pass_states_are_freed_without_the_garbage_collector(trio: list[Worker]) -> None:
+    """Also those of passes with gates, with forecasts, and with gates that were not needed."""
     gc.collect()
     gc.disable()
     try:
-        before = _ledgers()
+        before = _pass_states()
+        during: list[int] = []
         for _ in range(3):
             x = torch.ones(2, requires_grad=True)
             with autograd.context() as context_id:
@@ -445,9 +475,12 @@ def test_what_passes_knew_is_gone_without_the_garbage_collector(trio: list[Worke
                 for worker in ("worker1", "worker2", "worker1"):
                     h = h + rpc.rpc_sync(worker, square, args=(h,))
                     h = h + rpc.rpc_sync(worker, constant, args=(h,))
-                autograd.backward(context_id, [h.sum()], retain_graph=True)
-            del h
-        until(lambda: all(not worker.contexts.all() for worker in trio), "the contexts go")
-        until(lambda: _ledgers() <= before, "the ledgers go")
+                loss = h.sum()
+                loss.register_hook(lambda _gradient: during.append(_pass_states()))
+                autograd.backward(context_id, [loss], retain_graph=True)
+            del h, loss
+        until(lambda: not open_contexts(trio), "all contexts are released")
+        until(lambda: _pass_states() <= before, "the states of the passes are freed")
     finally:
         gc.enable()
+    assert min(during) > before, "the states of a running pass are counted"

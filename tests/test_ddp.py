@@ -1,4 +1,4 @@
-"""`DistributedDataParallel` averages gradients inside of a context, and says so when it cannot."""
+"""`DistributedDataParallel` averages gradients in a context, or raises an error if it cannot."""
 
 from __future__ import annotations
 
@@ -15,22 +15,22 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from gradwire import compat
-from tests.processes import PATIENCE, meeting_place, processes
+from tests.processes import PATIENCE, processes, rendezvous_file
 
 TRAINERS = 2
 
 
 @pytest.fixture(autouse=True, scope="module")
 def _import_once() -> None:
-    """What every forked process would import anew."""
-    importlib.import_module("torch._dynamo")  # torch does when it makes such a module
+    """Import the modules that every forked process would otherwise import."""
+    importlib.import_module("torch._dynamo")  # torch imports it when it makes such a module
     compat.install()
     compat.uninstall()
 
 
 def with_trainers(train: Callable[[int], Any]) -> list[Any]:
-    """Run `train(rank)` on two trainers, beside a server; the results by rank."""
-    with meeting_place() as place, meeting_place() as trainers:
+    """Run `train(rank)` on two trainers, with a server. Return the results by rank."""
+    with rendezvous_file() as place, rendezvous_file() as trainers:
 
         def worker(rank: int) -> Any:
             compat.install()
@@ -78,12 +78,12 @@ def backward(context_id: int, loss: Tensor, retain_graph: bool = False) -> None:
 def gradients(context_id: int, module: nn.Module) -> list[Tensor | None]:
     import torch.distributed.autograd as dist_autograd
 
-    found = dist_autograd.get_gradients(context_id)
-    return [found.get(parameter) for parameter in module.parameters()]
+    of_parameter = dist_autograd.get_gradients(context_id)
+    return [of_parameter.get(parameter) for parameter in module.parameters()]
 
 
 class Model(nn.Module):
-    """Two layers with something in between, and one that is not always used."""
+    """Two layers with a function between them, and a layer that is not always used."""
 
     def __init__(self, seed: int):
         super().__init__()
@@ -104,10 +104,10 @@ def inputs(rank: int, step: int) -> Tensor:
     return torch.rand(5, 3, generator=torch.Generator().manual_seed(10 * step + rank))
 
 
-def same(found: list[Tensor | None], expected: list[Tensor | None]) -> bool:
+def same(left: list[Tensor | None], expected: list[Tensor | None]) -> bool:
     return all(
         (a is None) == (b is None) and (a is None or b is None or torch.allclose(a, b))
-        for a, b in zip(found, expected, strict=True)
+        for a, b in zip(left, expected, strict=True)
     )
 
 
@@ -122,7 +122,7 @@ KINDS: dict[str, dict[str, Any]] = {
 
 
 def compare(rank: int, options: dict[str, Any]) -> None:
-    """Beside a second module that does the same in one process, with `.grad`."""
+    """Compare the gradients with the `.grad` of a second module that is trained locally."""
     remote, local = (DistributedDataParallel(Model(1), **options) for _ in range(2))
     sometimes = "find_unused_parameters" in options
     mine = list(remote.parameters())
@@ -134,12 +134,17 @@ def compare(rank: int, options: dict[str, Any]) -> None:
         between = torch.tanh if sometimes else there
         with context() as context_id:
             y = remote(call("worker2", torch.sin, inputs(rank, step)), between, more)
-            kept = [parameter.grad for parameter in mine]  # torch may have moved them to buckets
+            kept = [
+                parameter.grad for parameter in mine
+            ]  # torch may have moved gradients into buckets
             backward(context_id, call("worker2", torch.square, y))
-            found = gradients(context_id, remote)
+            averaged_gradients = gradients(context_id, remote)
         local.zero_grad()
         local(inputs(rank, step).sin(), torch.tanh, more).square().sum().backward()
-        assert same(found, [parameter.grad for parameter in local.parameters()]), (step, options)
+        assert same(averaged_gradients, [parameter.grad for parameter in local.parameters()]), (
+            step,
+            options,
+        )
         for parameter, gradient in zip(mine, kept, strict=True):
             assert parameter.grad is gradient
             assert (gradient is not None) == step % 2
@@ -164,16 +169,18 @@ def test_passes_of_a_context_add_up_and_those_in_no_sync_are_not_averaged() -> N
                         one.require_backward_grad_sync = averaged
                     backward(context_id, module(inputs(rank, step), there, True))
                     local(inputs(rank, step), torch.tanh, True).sum().backward()
-                    found = gradients(context_id, module)
-                    assert same(found, [parameter.grad for parameter in local.parameters()])
+                    averaged_gradients = gradients(context_id, module)
+                    assert same(
+                        averaged_gradients, [parameter.grad for parameter in local.parameters()]
+                    )
                     by_rank: list[Any] = [None] * TRAINERS
-                    dist.all_gather_object(by_rank, found)
+                    dist.all_gather_object(by_rank, averaged_gradients)
                     assert same(*by_rank) == averaged
 
     with_trainers(train)
 
 
-def test_several_modules_are_averaged_and_what_is_beside_them_is_not() -> None:
+def test_only_parameters_of_ddp_modules_are_averaged() -> None:
     def train(rank: int) -> None:
         torch.manual_seed(rank)
         beside = nn.Linear(3, 3)
@@ -192,41 +199,41 @@ def test_several_modules_are_averaged_and_what_is_beside_them_is_not() -> None:
             for gradient in expected[2:]:
                 dist.all_reduce(gradient)
                 gradient /= TRAINERS
-            found = [*gradients(context_id, first), *gradients(context_id, second)]
-            assert same(found, [*expected[2:]])
+            averaged_gradients = [*gradients(context_id, first), *gradients(context_id, second)]
+            assert same(averaged_gradients, [*expected[2:]])
 
     with_trainers(train)
 
 
-def test_processes_with_less_to_do_join() -> None:
-    kept = []  # torch may hang when it frees what has joined
+def test_trainers_with_fewer_batches_join() -> None:
+    kept = []  # torch may hang when it frees a module that has joined
 
     def train(rank: int) -> None:
         kept.extend(DistributedDataParallel(Model(1)) for _ in range(2))
-        found, expected = [], []
+        averaged_gradients, expected = [], []
         with kept[0].join():
             for step in range(1 + rank):
                 with context() as context_id:
                     backward(context_id, kept[0](inputs(rank, step), there, True))
-                    found.append(gradients(context_id, kept[0]))
+                    averaged_gradients.append(gradients(context_id, kept[0]))
         with kept[1].join():
             for step in range(1 + rank):
                 kept[1].zero_grad()
                 kept[1](inputs(rank, step), torch.tanh, True).sum().backward()
                 expected.append([parameter.grad for parameter in kept[1].parameters()])
-        assert len(found) == 1 + rank
-        assert all(same(*both) for both in zip(found, expected, strict=True))
+        assert len(averaged_gradients) == 1 + rank
+        assert all(same(*both) for both in zip(averaged_gradients, expected, strict=True))
 
     with_trainers(train)
 
 
-def thrice(_state, bucket):  # torch refuses annotations that are text, as all are here
+def thrice(_state, bucket):  # torch refuses annotations that are strings
     done: torch.futures.Future[Tensor] = torch.futures.Future()
     done.set_result(bucket.buffer() * 3)
     return done
 
 
-def test_hooks_for_communication_are_used() -> None:
+def test_communication_hooks_are_used() -> None:
     def train(rank: int) -> None:
         torch.manual_seed(rank)
         layer = nn.Linear(3, 2)
@@ -234,9 +241,11 @@ def test_hooks_for_communication_are_used() -> None:
         module.register_comm_hook(None, thrice)
         with context() as context_id:
             backward(context_id, there(module(inputs(rank, 0))))
-            found = gradients(context_id, module)
+            averaged_gradients = gradients(context_id, module)
         loss = layer(inputs(rank, 0)).tanh().sum()
-        assert same(found, [3 * g for g in torch.autograd.grad(loss, [*layer.parameters()])])
+        assert same(
+            averaged_gradients, [3 * g for g in torch.autograd.grad(loss, [*layer.parameters()])]
+        )
 
     with_trainers(train)
 
@@ -262,7 +271,7 @@ class Fragile(torch.autograd.Function):
         return gradient
 
 
-def test_a_pass_that_fails_leaves_grad_alone_and_can_be_tried_again() -> None:
+def test_a_failed_pass_leaves_grad_alone_and_can_be_repeated() -> None:
     def train(rank: int) -> None:
         module, local = (DistributedDataParallel(Model(1)) for _ in range(2))
         weight = module.module.last.weight
@@ -283,9 +292,9 @@ def test_a_pass_that_fails_leaves_grad_alone_and_can_be_tried_again() -> None:
             assert gradients(context_id, module) == [None] * 6
             assert module.module.first.weight.grad is None
             backward(context_id, y)
-            found = gradients(context_id, module)
+            averaged_gradients = gradients(context_id, module)
         local(inputs(rank, 0), torch.tanh, True).sum().backward()
-        assert same(found, [parameter.grad for parameter in local.parameters()])
+        assert same(averaged_gradients, [parameter.grad for parameter in local.parameters()])
         assert weight.grad is kept
         assert torch.equal(kept, torch.ones_like(weight))
 
@@ -298,13 +307,13 @@ def test_gradients_that_would_not_be_averaged_are_an_error() -> None:
         with context() as context_id:
             loss = module(inputs(rank, 0), there, True)
             backward(context_id, loss, retain_graph=True)
-            found = gradients(context_id, module)
+            averaged_gradients = gradients(context_id, module)
             with raises(RuntimeError, "it does so in one backward per forward"):
                 backward(context_id, loss)
-            assert same(gradients(context_id, module), found)
+            assert same(gradients(context_id, module), averaged_gradients)
         with context() as context_id:
             outside = module(inputs(rank, 0), torch.tanh, True)
-            module(inputs(rank, 1), torch.tanh, True).sum().backward()  # has them averaged
+            module(inputs(rank, 1), torch.tanh, True).sum().backward()  # averages the gradients
             with raises(RuntimeError, "it does so in one backward per forward"):
                 backward(context_id, outside)
         with context() as context_id:
@@ -316,7 +325,7 @@ def test_gradients_that_would_not_be_averaged_are_an_error() -> None:
     with_trainers(train)
 
 
-def test_ways_to_average_that_need_grad_are_refused() -> None:
+def test_options_that_need_grad_are_refused() -> None:
     def train(rank: int) -> None:
         layer = nn.Linear(3, 2)
         named = [("weight", layer.weight)]
@@ -329,7 +338,7 @@ def test_ways_to_average_that_need_grad_are_refused() -> None:
     with_trainers(train)
 
 
-def test_modules_in_modules_are_refused_and_one_may_follow_another() -> None:
+def test_nested_ddp_modules_are_refused_and_successive_ones_work() -> None:
     def train(rank: int) -> None:
         layer = nn.Linear(3, 2)
         modules = [DistributedDataParallel(layer) for _ in range(2)]
@@ -340,7 +349,7 @@ def test_modules_in_modules_are_refused_and_one_may_follow_another() -> None:
         outer = DistributedDataParallel(nn.Sequential(modules[0]))
         with context(), raises(NotImplementedError, "leave the inner one out"):
             outer(inputs(rank, 0))
-        outer(inputs(rank, 0))  # outside of contexts it is torch's business
+        outer(inputs(rank, 0))  # outside of contexts torch allows it
 
     with_trainers(train)
 
@@ -368,12 +377,16 @@ def test_modules_in_functions_on_other_workers_are_averaged() -> None:
         dist.barrier()
         if rank == 0:
             with context() as context_id:
-                # The second waits for nothing from the first, and the first for its gradient.
+                # worker1 needs nothing from worker0, and worker0 waits for the gradient of worker1.
                 middle = call("worker0", serve, inputs(0, 0))
                 backward(context_id, call("worker1", serve, torch.cat([middle, middle[:, :1]], 1)))
-                found = [call(f"worker{n}", served_gradients, context_id) for n in range(TRAINERS)]
-            assert None not in [gradient if gradient is None else 0 for gradient in found[0]]
-            assert same(*found)
+                averaged_gradients = [
+                    call(f"worker{n}", served_gradients, context_id) for n in range(TRAINERS)
+                ]
+            assert None not in [
+                gradient if gradient is None else 0 for gradient in averaged_gradients[0]
+            ]
+            assert same(*averaged_gradients)
             call("worker1", finish)
         else:
             assert served.wait(PATIENCE)

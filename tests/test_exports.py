@@ -1,4 +1,4 @@
-"""What the modules say they export is there."""
+"""The modules have the names that they export."""
 
 from __future__ import annotations
 

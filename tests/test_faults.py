@@ -1,4 +1,4 @@
-"""What holds when messages are lost, late, doubled, or take the connection with them."""
+"""Calls and references when messages are lost, late or duplicated, or connections are cut."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ import pytest
 import torch
 
 from gradwire import rpc
+from gradwire._core.transport.in_process import InProcessTransport
+from gradwire._core.wire.messages import Kind
 from gradwire.errors import CallTimeout, EncodingError, WorkerLost
-from gradwire.testing import Fault, FaultyTransport, cluster, transports_named
-from gradwire.transport.memory import MemoryNetwork
-from gradwire.wire.messages import Kind
+from gradwire.testing import Fault, FaultyTransport, cluster, runtime_of, transports_named
 from gradwire.worker import Worker
 from tests.processes import until
 
@@ -25,7 +25,7 @@ def count_run() -> int:
     return next(RUNS)
 
 
-def faulty(*faults: Fault, seed: int = 0, inner: str = "memory") -> list[FaultyTransport]:
+def faulty(*faults: Fault, seed: int = 0, inner: str = "in_process") -> list[FaultyTransport]:
     return [FaultyTransport(transports_named(inner)[0], faults, seed)]
 
 
@@ -34,7 +34,7 @@ def test_a_lost_call_ends_at_its_deadline() -> None:
         with pytest.raises(CallTimeout):
             a.rpc_sync("worker1", count_run, timeout=0.1)
         before = next(RUNS)
-        assert a.rpc_sync("worker1", count_run) == before + 1, "it did not run, and is not retried"
+        assert a.rpc_sync("worker1", count_run) == before + 1, "the lost call did not run"
 
 
 def test_a_call_whose_answer_is_lost_is_not_run_again() -> None:
@@ -46,7 +46,7 @@ def test_a_call_whose_answer_is_lost_is_not_run_again() -> None:
         assert a.rpc_sync("worker1", count_run) == before + 2
 
 
-def test_a_call_that_comes_twice_runs_once() -> None:
+def test_a_duplicated_call_runs_once() -> None:
     fault = Fault("duplicate", kind=Kind.PYTHON_CALL)
     with cluster(2, transports=faulty(fault)) as (a, _):
         first = next(RUNS)
@@ -55,13 +55,13 @@ def test_a_call_that_comes_twice_runs_once() -> None:
         ]
 
 
-def test_lost_signs_of_life_end_the_connection() -> None:
+def test_lost_heartbeats_end_the_connection() -> None:
     STARTED.clear()
     options = rpc.Options(heartbeat_interval=0.05, heartbeat_limit=0.2)
     fault = Fault("drop", kind=Kind.HEARTBEAT)
     with cluster(2, transports=faulty(fault), options=options) as (a, _):
         try:
-            with pytest.raises(WorkerLost, match="no sign of life"):
+            with pytest.raises(WorkerLost, match="no heartbeat"):
                 a.rpc_sync("worker1", wait_for_start)
         finally:
             STARTED.set()
@@ -71,7 +71,7 @@ def make_reference() -> rpc.RRef[Any]:
     return rpc.RRef(Value())
 
 
-def test_a_reference_in_an_answer_that_came_too_late_is_dropped() -> None:
+def test_a_reference_in_a_late_answer_is_released() -> None:
     fault = Fault("delay", kind=Kind.PYTHON_RET, times=1, seconds=0.1)
     with cluster(2, transports=faulty(fault)) as workers:
         with pytest.raises(CallTimeout):
@@ -79,7 +79,7 @@ def test_a_reference_in_an_answer_that_came_too_late_is_dropped() -> None:
         until(lambda: nothing_held(workers), "the value is gone")
 
 
-def test_an_answer_that_comes_twice_or_late_harms_nobody() -> None:
+def test_duplicate_and_late_answers_are_ignored() -> None:
     faults = (
         Fault("duplicate", kind=Kind.PYTHON_RET, times=3),
         Fault("delay", kind=Kind.PYTHON_RET, times=3, seconds=0.15),
@@ -94,8 +94,8 @@ def test_an_answer_that_comes_twice_or_late_harms_nobody() -> None:
 
 
 @pytest.mark.parametrize("kind", [Kind.PYTHON_CALL, Kind.PYTHON_RET])
-@pytest.mark.parametrize("inner", ["memory", "unix", "tcp"])
-def test_a_cut_connection_fails_its_calls_and_is_made_anew(kind: Kind, inner: str) -> None:
+@pytest.mark.parametrize("inner", ["in_process", "unix", "tcp"])
+def test_a_cut_connection_fails_its_calls_and_is_replaced(kind: Kind, inner: str) -> None:
     with cluster(2, transports=faulty(Fault("cut", kind=kind, times=1), inner=inner)) as (a, _):
         with pytest.raises(WorkerLost, match="'worker1'"):
             a.rpc_sync("worker1", count_run)
@@ -125,7 +125,7 @@ def wait_for_start() -> bool:
     return STARTED.wait(30)
 
 
-def test_only_the_chosen_direction_is_disturbed() -> None:
+def test_a_fault_affects_only_the_chosen_direction() -> None:
     fault = Fault("drop", kind=Kind.PYTHON_CALL, sender="worker0", receiver="worker1")
     with cluster(3, transports=(transports := faulty(fault))) as (a, b, _):
         with pytest.raises(CallTimeout):
@@ -148,7 +148,7 @@ KEPT: list[rpc.RRef[Any]] = []
 
 def nothing_held(workers: list[Worker]) -> bool:
     gc.collect()
-    return all(not any(worker.refs.debug_info().values()) for worker in workers)
+    return all(not any(runtime_of(worker).rrefs.debug_info().values()) for worker in workers)
 
 
 CONTROL = [Kind.RREF_FORK_REQUEST, Kind.RREF_CHILD_ACCEPT, Kind.RREF_USER_DELETE]
@@ -156,8 +156,8 @@ CONTROL = [Kind.RREF_FORK_REQUEST, Kind.RREF_CHILD_ACCEPT, Kind.RREF_USER_DELETE
 
 @pytest.mark.parametrize("seed", range(3))
 def test_references_survive_a_bad_network(seed: int) -> None:
-    """Control messages are lost, late and doubled; values are there while they are held, and go
-    when they are not."""
+    """Control messages are lost, late and duplicated. A value lives exactly as long as it is
+    referenced."""
     faults = [
         Fault(action, kind=kind, chance=0.3, seconds=0.03, times=12)  # type: ignore[arg-type]
         for kind in CONTROL
@@ -165,7 +165,7 @@ def test_references_survive_a_bad_network(seed: int) -> None:
     ]
     options = rpc.Options(heartbeat_interval=0.1, heartbeat_limit=0.25)
     with cluster(
-        3, transports=[FaultyTransport(MemoryNetwork(), faults, seed)], options=options
+        3, transports=[FaultyTransport(InProcessTransport(), faults, seed)], options=options
     ) as workers:
         for n in range(12):
             rref = workers[n % 3].remote((n + 1) % 3, torch.full, ((2,), float(n)))
@@ -176,36 +176,38 @@ def test_references_survive_a_bad_network(seed: int) -> None:
         until(lambda: nothing_held(workers), "all values are gone")
 
 
-def test_the_answer_to_a_call_tells_that_the_owner_knows_of_a_reference() -> None:
-    """No message of its own does."""
+def test_the_answer_to_a_call_confirms_its_references() -> None:
+    """No separate message does."""
     with cluster(2, transports=faulty(Fault("drop", kind=Kind.RREF_CHILD_ACCEPT))) as (a, b):
         rref = a.remote("worker1", torch.ones, (2,))
         for call in (a.rpc_sync, lambda *args: a.rpc_async(*args).wait()):
             call("worker1", keep, (rref,))
-            assert a.refs.debug_info()["num_pending_children"] == 0
+            assert runtime_of(a).rrefs.debug_info()["num_pending_children"] == 0
         with pytest.raises(TypeError):
-            a.rpc_sync("worker1", keep, (rref, rref))  # it was read, if to no avail
-        assert a.refs.debug_info()["num_pending_children"] == 0
+            a.rpc_sync(
+                "worker1", keep, (rref, rref)
+            )  # the callee decodes the references, then fails
+        assert runtime_of(a).rrefs.debug_info()["num_pending_children"] == 0
         KEPT.clear()
         del rref
         until(lambda: nothing_held([a, b]), "the value is gone")
 
 
 @pytest.mark.parametrize("lost", ["the call", "the answer"])
-def test_a_reference_that_went_with_a_lost_call_is_not_held_for_ever(lost: str) -> None:
+def test_a_reference_in_a_lost_call_is_released(lost: str) -> None:
     cut = Fault("cut", kind=Kind.PYTHON_CALL, answers=lost == "the answer", times=1)
     with cluster(2, transports=faulty(cut)) as (a, b):
         rref = a.remote("worker1", torch.ones, (2,))
         rref.to_here()
         with pytest.raises(WorkerLost):
             a.rpc_sync("worker1", keep, (rref,))
-        assert rref.to_here().tolist() == [1.0, 1.0]  # they have found each other again
+        assert rref.to_here().tolist() == [1.0, 1.0]  # there is a new connection
         KEPT.clear()
         del rref
         until(lambda: nothing_held([a, b]), "the value is gone")
 
 
-def test_a_reference_to_what_could_not_be_made_is_not_sent_on() -> None:
+def test_a_reference_whose_creation_failed_cannot_be_sent() -> None:
     refusal = Fault("refuse", kind=Kind.PYTHON_REMOTE_CALL)
     with cluster(3, transports=faulty(refusal)) as (a, _, _):
         for owner in ("worker0", "worker1"):
@@ -222,5 +224,10 @@ def test_a_control_message_that_cannot_be_sent_is_sent_again() -> None:
         rref = a.remote("worker1", count_run)
         rref.to_here()
         del rref
-        until(lambda: b.refs.debug_info()["num_forks"] == 0, "the reference is dropped")
-        until(lambda: not any(a.refs.debug_info().values()), "nothing is left to say")
+        until(
+            lambda: runtime_of(b).rrefs.debug_info()["num_forks"] == 0, "the reference is dropped"
+        )
+        until(
+            lambda: not any(runtime_of(a).rrefs.debug_info().values()),
+            "all control messages are answered",
+        )

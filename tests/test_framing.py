@@ -1,4 +1,4 @@
-"""Frames come out of a `FrameReader` as they went in, however the bytes are cut."""
+"""A `FrameReader` returns the frames that were sent, however the bytes are split."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gradwire.errors import ConnectionClosed
-from gradwire.testing.transports import same_bytes
-from gradwire.transport.framing import (
-    FORGET,
-    HEAD_BESIDE,
+from gradwire._core.transport.framing import (
+    HEAD_AS_BUFFER,
     MAX_ENTRIES,
     PREFIX,
+    RETIRED,
     FrameReader,
     pack_prefix,
 )
-from gradwire.wire.frames import Frame
-from gradwire.wire.tensors import memory_of
+from gradwire._core.wire.frames import Frame
+from gradwire._core.wire.tensors import memory_of
+from gradwire.errors import ConnectionClosed
+from gradwire.testing.transport_checks import same_bytes
 
 LIMIT = 1 << 24
 
@@ -32,15 +32,15 @@ def pack(frame: Frame) -> bytes:
     if not frame.rest:
         return b"".join((pack_prefix(len(frame.head), entries), frame.head, *buffers))
     head = frame.whole_head()
-    return b"".join((pack_prefix(0, [*entries, (len(head), 0)], HEAD_BESIDE), *buffers, head))
+    return b"".join((pack_prefix(0, [*entries, (len(head), 0)], HEAD_AS_BUFFER), *buffers, head))
 
 
 def feed(reader: FrameReader, data: bytes, sizes: Iterator[int]) -> list[Frame]:
-    """Give the reader its bytes in pieces of the sizes given, or smaller when it wants fewer."""
+    """Pass the bytes to the reader in pieces of the given sizes, or smaller if it takes fewer."""
     frames, position = [], 0
     while position < len(data):
         target = reader.target
-        assert len(target), "the reader has no room: a socket would look closed"
+        assert len(target), "recv_into would return 0, as if the peer had closed"
         count = min(next(sizes), len(target), len(data) - position)
         target[:count] = data[position : position + count]
         position += count
@@ -69,7 +69,7 @@ sizes = st.one_of(st.integers(0, 40), st.integers(65_500, 65_600), st.integers(0
     largest=st.sampled_from([7, 100, 5_000, 65_536, 1 << 20]),
     seed=st.integers(0, 1 << 32),
 )
-def test_frames_survive_any_cut(
+def test_frames_survive_any_split(
     shapes: list[tuple[int, list[int], bool]], largest: int, seed: int
 ) -> None:
     bits = random.Random(seed)
@@ -90,7 +90,7 @@ def test_frames_survive_any_cut(
     assert_same(feed(FrameReader(LIMIT), data, sizes_from(bits, largest)), frames)
 
 
-SOME = [
+FRAMES = [
     Frame(b""),
     Frame(b"head"),
     Frame(b"", [torch.arange(10, dtype=torch.uint8)]),
@@ -101,19 +101,19 @@ SOME = [
 ]
 
 
-def test_frames_come_out_of_single_bytes() -> None:
-    data = b"".join(map(pack, SOME))
-    assert_same(feed(FrameReader(LIMIT), data, sizes_from(random.Random(), 1)), SOME)
+def test_frames_are_read_from_single_bytes() -> None:
+    data = b"".join(map(pack, FRAMES))
+    assert_same(feed(FrameReader(LIMIT), data, sizes_from(random.Random(), 1)), FRAMES)
 
 
-@pytest.mark.parametrize("frame", SOME)
-def test_trailing_bytes_wait_for_the_rest_of_their_frame(frame: Frame) -> None:
-    data = pack(SOME[1]) + pack(frame)
-    for cut in range(len(pack(SOME[1])), len(data)):
+@pytest.mark.parametrize("frame", FRAMES)
+def test_a_frame_is_returned_once_its_last_byte_has_come(frame: Frame) -> None:
+    data = pack(FRAMES[1]) + pack(frame)
+    for split in range(len(pack(FRAMES[1])), len(data)):
         reader = FrameReader(LIMIT)
         whole = sizes_from(random.Random(0), 1 << 20)
-        assert_same(feed(reader, data[:cut], whole), [SOME[1]])
-        assert_same(feed(reader, data[cut:], whole), [frame])
+        assert_same(feed(reader, data[:split], whole), [FRAMES[1]])
+        assert_same(feed(reader, data[split:], whole), [frame])
 
 
 def test_a_table_larger_than_the_chunk_is_read() -> None:
@@ -127,17 +127,17 @@ def test_a_table_larger_than_the_chunk_is_read() -> None:
 def test_received_memory_is_not_shared_with_the_reader() -> None:
     reader = FrameReader(LIMIT)
     whole = sizes_from(random.Random(0), 1 << 20)
-    (first,) = feed(reader, pack(Frame(b"first", SOME[2].buffers)), whole)
+    (first,) = feed(reader, pack(Frame(b"first", FRAMES[2].buffers)), whole)
     feed(reader, pack(Frame(b"other", [torch.zeros(10, dtype=torch.uint8)])), whole)
-    assert_same([first], [Frame(b"first", SOME[2].buffers)])
+    assert_same([first], [Frame(b"first", FRAMES[2].buffers)])
 
 
-def test_forgotten_segments_are_reported_and_make_no_frame() -> None:
-    forgotten: list[int] = []
-    reader = FrameReader(LIMIT, lambda number, length: torch.empty(0), forgotten.append)
-    data = pack_prefix(0, [(FORGET, 5), (FORGET, 6)]) + pack(SOME[1])
-    assert_same(feed(reader, data, sizes_from(random.Random(0), 9)), [SOME[1]])
-    assert forgotten == [5, 6]
+def test_retired_segments_are_reported_and_make_no_frame() -> None:
+    retired: list[int] = []
+    reader = FrameReader(LIMIT, lambda number, length: torch.empty(0), retired.append)
+    data = pack_prefix(0, [(RETIRED, 5), (RETIRED, 6)]) + pack(FRAMES[1])
+    assert_same(feed(reader, data, sizes_from(random.Random(0), 9)), [FRAMES[1]])
+    assert retired == [5, 6]
 
 
 @pytest.mark.parametrize(
@@ -147,34 +147,34 @@ def test_forgotten_segments_are_reported_and_make_no_frame() -> None:
         PREFIX.pack(1 << 62, 0, 0),
         PREFIX.pack(0, MAX_ENTRIES + 1, 0),
         PREFIX.pack(0, 0, 2),
-        PREFIX.pack(0, 0, HEAD_BESIDE),
-        pack_prefix(1, [(1, 0)], HEAD_BESIDE),
-        pack_prefix(0, [(FORGET, 1)], HEAD_BESIDE),
+        PREFIX.pack(0, 0, HEAD_AS_BUFFER),
+        pack_prefix(1, [(1, 0)], HEAD_AS_BUFFER),
+        pack_prefix(0, [(RETIRED, 1)], HEAD_AS_BUFFER),
         pack_prefix(0, [(LIMIT + 1, 0)]),
         pack_prefix(0, [(LIMIT // 2, 0), (LIMIT // 2 + 1, 0)]),
-        pack_prefix(0, [(FORGET - 1, 0)]),
+        pack_prefix(0, [(RETIRED - 1, 0)]),
         pack_prefix(0, [(10, 1)]),
     ],
     ids=[
         "head",
         "huge",
         "entries",
-        "where",
+        "head place",
         "no head",
-        "two",
-        "gone",
+        "two heads",
+        "only a retired segment",
         "buffer",
         "sum",
         "length",
         "segment",
     ],
 )
-def test_what_is_beyond_the_limits_ends_the_connection(data: bytes) -> None:
+def test_a_frame_beyond_the_limits_ends_the_connection(data: bytes) -> None:
     with pytest.raises(ConnectionClosed):
         feed(FrameReader(LIMIT), data, sizes_from(random.Random(0), 100))
 
 
-def test_what_does_not_fit_into_memory_ends_the_connection() -> None:
+def test_a_frame_that_memory_cannot_hold_ends_the_connection() -> None:
     for data in (PREFIX.pack(1 << 62, 0, 0) + b".", pack_prefix(0, [(1 << 62, 0)])):
         with pytest.raises(ConnectionClosed, match="no memory"):
             feed(FrameReader(1 << 63), data, sizes_from(random.Random(0), 100))

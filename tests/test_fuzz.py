@@ -1,4 +1,4 @@
-"""Random programs have the gradients of one process; and the fuzzer would notice if not."""
+"""Random programs have the same gradients as in one process, and the fuzzer detects errors."""
 
 from __future__ import annotations
 
@@ -11,54 +11,57 @@ import pytest
 import torch
 from torch import Tensor
 
-from gradwire import autograd, current
-from gradwire.testing import fuzz
+from gradwire import autograd
+from gradwire.testing import acting_as, fuzz, open_contexts
 from gradwire.testing.fuzz import operations
 from gradwire.testing.fuzz.command import main
 from gradwire.testing.fuzz.comparing import differences, shrink
 from gradwire.testing.fuzz.local import Outcome, run_locally
-from gradwire.testing.fuzz.programs import Way
+from gradwire.testing.fuzz.programs import CallStyle
 from tests.processes import until
 
-# -- what is promised
+# -- random programs
 
 
 @pytest.mark.parametrize(
     ("workers", "transport", "seeds"),
     [
-        (2, "memory", range(300)),
-        (3, "memory", range(300, 600)),
+        (2, "in_process", range(300)),
+        (3, "in_process", range(300, 600)),
         (3, "unix", range(600, 800)),
         (4, "tcp", range(800, 1000)),
     ],
 )
-def test_random_programs_have_the_gradients_of_one_process(
+def test_random_programs_have_the_same_gradients_as_in_one_process(
     workers: int, transport: str, seeds: range
 ) -> None:
     with fuzz.in_this_process(workers, transport) as started:
         verdicts = Counter(fuzz.check(seed, workers) for seed in seeds)
-        until(lambda: not any(len(w.contexts) for w in started), "all contexts are released")
+        until(
+            lambda: not open_contexts(started),
+            "all contexts are released",
+        )
     assert verdicts["equal"] > 0.7 * len(seeds), verdicts
     assert verdicts["no meaning"] < 0.1 * len(seeds), verdicts
 
 
-def test_random_programs_over_real_processes() -> None:
-    summary = fuzz.run_crews([fuzz.Task(range(2000, 2100), processes=True, transport="unix")])
+def test_random_programs_have_the_same_gradients_across_processes() -> None:
+    summary = fuzz.run_groups([fuzz.Task(range(2000, 2100), processes=True, transport="unix")])
     assert not summary.failures, summary.failures[0]
     assert summary.programs == 100
 
 
-def test_sixty_programs_at_once_do_not_mix() -> None:
+def test_sixty_concurrent_programs_do_not_mix() -> None:
     failures: list[BaseException] = []
 
     def trainer(seed: int) -> None:
-        current.enter(started[0])
-        try:
-            fuzz.check(seed, 2)
-        except BaseException as error:
-            failures.append(error)
+        with acting_as(started[0]):
+            try:
+                fuzz.check(seed, 2)
+            except BaseException as error:
+                failures.append(error)
 
-    with fuzz.in_this_process(2, "memory") as started:
+    with fuzz.in_this_process(2, "in_process") as started:
         threads = [threading.Thread(target=trainer, args=(seed,)) for seed in range(3000, 3060)]
         for thread in threads:
             thread.start()
@@ -71,18 +74,18 @@ def test_sixty_programs_at_once_do_not_mix() -> None:
 # -- the programs
 
 
-def test_a_seed_is_a_program() -> None:
+def test_a_seed_always_gives_the_same_program() -> None:
     for seed in range(20):
         assert fuzz.make_program(seed, 3) == fuzz.make_program(seed, 3)
 
 
-def test_programs_do_everything_there_is() -> None:
+def test_programs_use_every_feature() -> None:
     programs = [fuzz.make_program(seed, 3) for seed in range(500)]
     steps = [step for program in programs for step in program.steps()]
-    written = {"call", "quiet call", "start", "wait", "branch", "inner"}
-    written |= {"parameter", "leaf", "hook"}
-    assert {step.action for step in steps} == written | operations.OPERATIONS.keys()
-    assert {step.how for step in steps} == set(get_args(Way))
+    actions = {"call", "quiet call", "start", "wait", "branch", "inner"}
+    actions |= {"parameter", "leaf", "hook"}
+    assert {step.action for step in steps} == actions | operations.OPERATIONS.keys()
+    assert {step.style for step in steps} == set(get_args(CallStyle))
     assert {p.precision for p in programs} == {"float64", "float32", "bfloat16"}
     assert {e.order for p in programs for e in p.episodes} == {"first", "penalty", "create"}
     assert any(len(p.episodes) > 1 for p in programs)
@@ -91,7 +94,7 @@ def test_programs_do_everything_there_is() -> None:
     assert all(str(p.seed) in str(p) for p in programs)
 
 
-# -- the fuzzer can fail
+# -- the fuzzer detects errors
 
 
 def seed_with_gradients() -> int:
@@ -115,7 +118,7 @@ def test_a_wrong_gradient_is_reported_with_its_seed(monkeypatch: pytest.MonkeyPa
 
     monkeypatch.setattr(autograd, "get_gradients", wrong)
     seed = seed_with_gradients()
-    with fuzz.in_this_process(2, "memory"):
+    with fuzz.in_this_process(2, "in_process"):
         with pytest.raises(fuzz.Mismatch, match=f"(?s)seed {seed}.*gradient of.*program {seed}"):
             fuzz.check(seed, 2)
 
@@ -131,7 +134,7 @@ def outcome_with_hook() -> tuple[fuzz.Program, Outcome, Outcome, str]:
     raise AssertionError("no program has hooks")
 
 
-def test_a_program_comes_to_the_same_twice() -> None:
+def test_a_program_gives_the_same_results_twice() -> None:
     program, one, other, _ = outcome_with_hook()
     assert not list(differences(program, one, other))
 
@@ -140,16 +143,16 @@ def test_hooks_that_run_too_often_are_noticed() -> None:
     program, one, other, name = outcome_with_hook()
     count, total = other.reports[0][0].hooks[name]
     other.reports[0][0].hooks[name] = (count + 1, total)
-    (complaint,) = differences(program, one, other)
-    assert f"{name} was called {count + 1} times instead of {count}" in complaint
+    (difference,) = differences(program, one, other)
+    assert f"{name} was called {count + 1} times instead of {count}" in difference
 
 
 def test_hooks_that_see_part_of_the_gradient_are_noticed() -> None:
     program, one, other, name = outcome_with_hook()
     count, total = other.reports[0][0].hooks[name]
     other.reports[0][0].hooks[name] = (count, total + 1)
-    (complaint,) = differences(program, one, other)
-    assert f"the gradients that {name} saw" in complaint
+    (difference,) = differences(program, one, other)
+    assert f"the gradients that {name} saw" in difference
 
 
 def test_a_result_of_the_wrong_dtype_is_noticed() -> None:
@@ -158,17 +161,17 @@ def test_a_result_of_the_wrong_dtype_is_noticed() -> None:
     assert "result 0 is torch.complex64" in next(differences(program, one, other))
 
 
-def test_a_program_is_cut_down_to_what_matters() -> None:
-    """To the first step that has a wave in it."""
+def test_a_failing_program_is_shrunk() -> None:
+    """Only the step that the failure needs remains."""
 
     def fails(program: fuzz.Program) -> bool:
         return any(step.action == "wave" for step in program.steps())
 
     program = next(p for p in map(make_large, range(100)) if fails(p))
     smaller = shrink(program, fails)
-    left = Counter(step.action for step in smaller.steps() if not step.bodies)
-    assert left.keys() <= {"wave", "constant"}
-    assert left["wave"] == 1
+    remaining = Counter(step.action for step in smaller.steps() if not step.bodies)
+    assert remaining.keys() <= {"wave", "constant"}
+    assert remaining["wave"] == 1
 
 
 def make_large(seed: int) -> fuzz.Program:
@@ -188,7 +191,7 @@ def test_a_hang_is_reported_with_the_stacks_of_all_processes(
 
     monkeypatch.setitem(operations.OPERATIONS, "add", (block_on_workers, *rest))
     task = fuzz.Task(range(30), 2, processes=True, transport="unix", timeout=2)
-    (failure,) = fuzz.run_crews([task]).failures
+    (failure,) = fuzz.run_groups([task]).failures
     assert "it hangs: not done after 2 s" in failure
     assert "process 0:" in failure
     assert "process 1:" in failure

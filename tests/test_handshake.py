@@ -1,4 +1,4 @@
-"""Strangers get nothing: no frame of theirs is read, and nothing of them stays."""
+"""The handshake: clients that do not complete it get nothing, and leave nothing behind."""
 
 from __future__ import annotations
 
@@ -14,40 +14,40 @@ from collections.abc import Iterator
 
 import pytest
 
-from gradwire.errors import AuthenticationError, ConnectionClosed
-from gradwire.testing.pairs import (
-    CALLER,
-    LISTENER,
-    PATIENCE,
-    Background,
-    drive,
-    open_descriptors,
-    settle,
-    take,
-)
-from gradwire.transport.base import Connection, Greeting
-from gradwire.transport.handshake import (
+from gradwire._core.transport.base import Connection, Greeting
+from gradwire._core.transport.handshake import (
+    CHALLENGE_SIZE,
     MAGIC,
     MAX_GREETING,
-    NONCE,
-    PROOF,
-    SECOND,
+    NONCE_SIZE,
+    PROOF_SIZE,
     ClientHandshake,
     ServerHandshake,
 )
-from gradwire.transport.listening import MAX_DESCRIPTORS, MAX_GUESTS, StreamListener
-from gradwire.transport.pipes import make_pipes
-from gradwire.transport.poller import EpollPoller, Poller
-from gradwire.transport.tcp import TcpTransport
-from gradwire.transport.unix import UnixTransport
-from gradwire.wire.frames import Frame
+from gradwire._core.transport.listener import MAX_DESCRIPTORS, MAX_PENDING, StreamListener
+from gradwire._core.transport.pipes import make_pipes
+from gradwire._core.transport.poller import EpollPoller, Poller
+from gradwire._core.transport.tcp import TcpTransport
+from gradwire._core.transport.unix import UnixTransport
+from gradwire._core.wire.frames import Frame
+from gradwire.errors import AuthenticationError, ConnectionClosed
+from gradwire.testing.connection_pairs import (
+    CLIENT,
+    LISTENER,
+    TIMEOUT,
+    Background,
+    drive,
+    open_descriptors,
+    run_due_callbacks,
+    take,
+)
 
 TOKEN = b"the group's secret"
-CLAIM = struct.pack("<QII", 1 << 62, 0, 0)
+HUGE_PREFIX = struct.pack("<QII", 1 << 62, 0, 0)
 
 
-class House:
-    """A listener, those it let in, and the strangers in front of it."""
+class ListeningServer:
+    """A listener, the connections it has accepted, and clients that speak to it byte by byte."""
 
     def __init__(self, transport: UnixTransport | TcpTransport, poller: Poller):
         self.transport = transport
@@ -57,26 +57,26 @@ class House:
         self.place = self.listener.address.place
         self._closing = contextlib.ExitStack()
 
-    def stranger(self) -> socket.socket:
+    def raw_client(self) -> socket.socket:
         if isinstance(self.transport, UnixTransport):
             sock = socket.socket(socket.AF_UNIX)
-            where: object = "\0" + self.place
+            address: object = "\0" + self.place
         else:
             sock = socket.socket()
             host, port = self.place.split("|")
-            where = (host, int(port))
+            address = (host, int(port))
         self._closing.enter_context(sock)
-        sock.settimeout(PATIENCE)
-        sock.connect(where)
+        sock.settimeout(TIMEOUT)
+        sock.connect(address)
         return sock
 
     def connect(self, transport: UnixTransport | TcpTransport, them: Greeting) -> Connection:
-        """Connect the ordinary way, with the listener driven meanwhile."""
+        """Open a connection with the transport, while this thread drives the listener."""
         finished: list[Connection | Exception] = []
 
         def run() -> None:
             try:
-                finished.append(transport.connect(self.place, CALLER, them, PATIENCE))
+                finished.append(transport.connect(self.place, CLIENT, them, TIMEOUT))
             except Exception as error:
                 finished.append(error)
             self.poller.wake()
@@ -86,28 +86,28 @@ class House:
         if isinstance(finished[0], Exception):
             raise finished[0]
         self._closing.callback(finished[0].close)
-        settle(self.poller)
+        run_due_callbacks(self.poller)
         return finished[0]
 
-    def refuses(self, stranger: socket.socket) -> bytes:
-        """Drive the listener until it has sent the stranger away; what it said to it before."""
-        said = b""
+    def rejection(self, client: socket.socket) -> bytes:
+        """Drive the listener until it has rejected a client. Return what it sent to the client."""
+        received = b""
 
-        def is_gone() -> bool:
-            nonlocal said
-            while select.select([stranger], [], [], 0)[0]:
+        def is_rejected() -> bool:
+            nonlocal received
+            while select.select([client], [], [], 0)[0]:
                 try:
-                    piece = stranger.recv(4096)
+                    piece = client.recv(4096)
                 except ConnectionResetError:
                     return True
-                said += piece
+                received += piece
                 if not piece:
                     return True
             return False
 
-        drive(self.poller, is_gone, "the stranger's dismissal")
+        drive(self.poller, is_rejected, "the rejection of the client")
         assert not self.accepted
-        return said
+        return received
 
     def close(self) -> None:
         self._closing.close()
@@ -117,127 +117,129 @@ class House:
 
 
 @pytest.fixture(params=[UnixTransport, TcpTransport])
-def house(request: pytest.FixtureRequest) -> Iterator[House]:
+def server(request: pytest.FixtureRequest) -> Iterator[ListeningServer]:
     with contextlib.closing(EpollPoller()) as poller:
-        house = House(request.param(TOKEN), poller)
-        yield house
-        house.close()
+        server = ListeningServer(request.param(TOKEN), poller)
+        yield server
+        server.close()
 
 
 @pytest.mark.parametrize(
-    "words",
+    "data",
     [
         b"GET / HTTP/1.1\r\nHost: localhost\r\nAccept: */*\r\n\r\n",
         os.urandom(4096),
-        CLAIM * 4,
+        HUGE_PREFIX * 4,
         b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03" + bytes(100),
-        b"gradwirf" + bytes(NONCE),
+        b"gradwirf" + bytes(NONCE_SIZE),
     ],
     ids=["http", "random", "huge-frame", "tls", "almost"],
 )
-def test_a_stranger_that_speaks_something_else_is_told_nothing(house: House, words: bytes) -> None:
-    stranger = house.stranger()
-    stranger.sendall(words)
-    assert house.refuses(stranger) == b""
+def test_a_client_of_another_protocol_gets_no_answer(server: ListeningServer, data: bytes) -> None:
+    client = server.raw_client()
+    client.sendall(data)
+    assert server.rejection(client) == b""
 
 
-def test_a_stranger_costs_no_memory_whatever_it_claims(house: House) -> None:
-    handshake = ClientHandshake(b"a guess", CALLER, LISTENER.incarnation)
-    stranger = house.stranger()
-    settle(house.poller)
+def test_a_client_without_the_token_cannot_allocate_memory(server: ListeningServer) -> None:
+    handshake = ClientHandshake(b"a guess", CLIENT, LISTENER.incarnation)
+    client = server.raw_client()
+    run_due_callbacks(server.poller)
     tracemalloc.start()
     try:
-        stranger.sendall(handshake.first() + CLAIM * 4000)
-        house.refuses(stranger)
+        client.sendall(handshake.hello() + HUGE_PREFIX * 4000)
+        server.rejection(client)
         assert tracemalloc.get_traced_memory()[1] < 1 << 18
     finally:
         tracemalloc.stop()
 
 
 @pytest.mark.parametrize("length", [0, MAX_GREETING + 1, 0xFFFF])
-def test_a_greeting_of_impossible_length_is_not_awaited(house: House, length: int) -> None:
-    stranger = house.stranger()
-    stranger.sendall(MAGIC + bytes(NONCE) + bytes(PROOF) + struct.pack("<H", length))
-    assert len(house.refuses(stranger)) == SECOND
+def test_a_greeting_that_is_too_long_is_rejected_unread(
+    server: ListeningServer, length: int
+) -> None:
+    client = server.raw_client()
+    client.sendall(MAGIC + bytes(NONCE_SIZE) + bytes(PROOF_SIZE) + struct.pack("<H", length))
+    assert len(server.rejection(client)) == CHALLENGE_SIZE
 
 
-def test_a_caller_without_the_token_is_refused_by_the_listener(house: House) -> None:
-    """It does not check the listener's proof, as an honest client would."""
-    stranger = house.stranger()
-    greeting = b'[1, "caller", "caller-life"]'
-    proof = bytes(PROOF) + struct.pack("<H", len(greeting)) + greeting
-    stranger.sendall(MAGIC + bytes(NONCE) + proof)
-    assert len(house.refuses(stranger)) == SECOND
+def test_a_client_without_the_token_is_rejected(server: ListeningServer) -> None:
+    """This client does not check the listener's proof, so it gets as far as its own proof."""
+    client = server.raw_client()
+    greeting = b'[1, "client", "client-incarnation"]'
+    proof = bytes(PROOF_SIZE) + struct.pack("<H", len(greeting)) + greeting
+    client.sendall(MAGIC + bytes(NONCE_SIZE) + proof)
+    assert len(server.rejection(client)) == CHALLENGE_SIZE
 
 
-def test_a_proof_is_good_for_one_connection_only(house: House) -> None:
-    """Overheard and sent again."""
-    overheard = ClientHandshake(TOKEN, CALLER, LISTENER.incarnation)
-    server = ServerHandshake(TOKEN, LISTENER.incarnation)
-    third = overheard.third(server.feed(overheard.first()))
-    stranger = house.stranger()
-    stranger.sendall(overheard.first() + third)
-    assert len(house.refuses(stranger)) == SECOND
+def test_a_recorded_proof_is_rejected(server: ListeningServer) -> None:
+    """An attacker has recorded the messages of a client and sends them again."""
+    recorded = ClientHandshake(TOKEN, CLIENT, LISTENER.incarnation)
+    other_server = ServerHandshake(TOKEN, LISTENER.incarnation)
+    response = recorded.response(other_server.feed(recorded.hello()))
+    client = server.raw_client()
+    client.sendall(recorded.hello() + response)
+    assert len(server.rejection(client)) == CHALLENGE_SIZE
 
 
-def test_a_caller_notices_that_the_listener_has_another_token(house: House) -> None:
+def test_a_client_notices_that_the_listener_has_another_token(server: ListeningServer) -> None:
     with pytest.raises(AuthenticationError, match="token"):
-        house.connect(type(house.transport)(b"another secret"), LISTENER)
-    assert not house.accepted
+        server.connect(type(server.transport)(b"another secret"), LISTENER)
+    assert not server.accepted
 
 
-def test_a_caller_notices_that_it_reached_another_life_of_the_worker(house: House) -> None:
+def test_a_client_notices_another_incarnation_of_the_worker(server: ListeningServer) -> None:
     with pytest.raises(AuthenticationError, match="another process"):
-        house.connect(house.transport, LISTENER._replace(incarnation="an-earlier-life"))
-    assert not house.accepted
+        server.connect(server.transport, LISTENER._replace(incarnation="an-earlier-incarnation"))
+    assert not server.accepted
 
 
-def test_a_caller_that_is_hung_up_on_is_told_so(house: House) -> None:
+def test_a_client_fails_when_the_listener_closes(server: ListeningServer) -> None:
     finished: list[None] = []
 
     def connect() -> None:
         with pytest.raises((AuthenticationError, ConnectionError)):
-            house.transport.connect(house.place, CALLER, LISTENER, PATIENCE)
+            server.transport.connect(server.place, CLIENT, LISTENER, TIMEOUT)
         finished.append(None)
 
     with Background(connect):
-        drive(house.poller, lambda: house.listener._guests)
-        house.listener.close()
+        drive(server.poller, lambda: server.listener._pending)
+        server.listener.close()
     assert finished
 
 
-def test_who_proves_itself_is_known_by_its_greeting(house: House) -> None:
-    caller = house.connect(house.transport, LISTENER)
-    assert caller.peer == LISTENER
-    assert [connection.peer for connection in house.accepted] == [CALLER]
+def test_a_connection_has_the_greeting_of_its_peer(server: ListeningServer) -> None:
+    client = server.connect(server.transport, LISTENER)
+    assert client.peer == LISTENER
+    assert [connection.peer for connection in server.accepted] == [CLIENT]
 
 
-def test_a_greeting_that_does_not_fit_is_refused_before_it_is_sent() -> None:
+def test_a_client_does_not_send_a_greeting_that_is_too_long() -> None:
     with pytest.raises(ValueError, match="too long"):
-        ClientHandshake(TOKEN, Greeting(1, "x" * MAX_GREETING, "life"), "them")
+        ClientHandshake(TOKEN, Greeting(1, "x" * MAX_GREETING, "incarnation"), "them")
 
 
-def test_a_member_that_claims_too_much_is_cut_off_without_any_memory(house: House) -> None:
-    raw = house.connect(house.transport, LISTENER)
+def test_an_announced_frame_beyond_the_limit_allocates_nothing(server: ListeningServer) -> None:
+    raw = server.connect(server.transport, LISTENER)
     raw.send(Frame(b"ok"))
-    take(house.accepted[0], 1)
-    raw._stream.send(CLAIM)  # type: ignore[attr-defined]
+    take(server.accepted[0], 1)
+    raw._stream.send(HUGE_PREFIX)  # type: ignore[attr-defined]
     tracemalloc.start()
     try:
-        with pytest.raises(ConnectionClosed, match="claims"):
-            take(house.accepted[0], 1)
+        with pytest.raises(ConnectionClosed, match="announced a frame"):
+            take(server.accepted[0], 1)
         assert tracemalloc.get_traced_memory()[1] < 1 << 18
     finally:
         tracemalloc.stop()
 
 
-def test_silent_guests_are_sent_away_when_their_time_is_up(house: House) -> None:
-    stranger = house.stranger()
-    drive(house.poller, lambda: house.listener._guests)
-    house.listener.trim()
-    assert house.listener._guests  # not yet
-    house.listener.trim(0.0)
-    assert stranger.recv(1) == b""
+def test_silent_clients_are_rejected_after_a_while(server: ListeningServer) -> None:
+    client = server.raw_client()
+    drive(server.poller, lambda: server.listener._pending)
+    server.listener.trim()
+    assert server.listener._pending  # not yet late
+    server.listener.trim(0.0)
+    assert client.recv(1) == b""
 
 
 @contextlib.contextmanager
@@ -252,122 +254,130 @@ def no_descriptor_free() -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
-def test_strangers_give_way_when_there_are_no_descriptors(house: House) -> None:
-    first = house.stranger()
-    drive(house.poller, lambda: house.listener._guests)
-    guests = set(house.listener._guests)
-    house.stranger()
+def test_a_pending_handshake_is_rejected_when_descriptors_run_out(server: ListeningServer) -> None:
+    first = server.raw_client()
+    drive(server.poller, lambda: server.listener._pending)
+    pending = set(server.listener._pending)
+    server.raw_client()
     with no_descriptor_free():
-        drive(house.poller, lambda: set(house.listener._guests) - guests, "the second is let in")
+        drive(
+            server.poller, lambda: set(server.listener._pending) - pending, "the second handshake"
+        )
     assert first.recv(1) == b""
 
 
-def test_a_listener_without_descriptors_rests_until_it_is_told_to_try_again(
-    house: House, caplog: pytest.LogCaptureFixture
+def test_a_listener_without_descriptors_pauses_until_trim(
+    server: ListeningServer, caplog: pytest.LogCaptureFixture
 ) -> None:
-    house.stranger()
+    server.raw_client()
     with no_descriptor_free():
-        drive(house.poller, lambda: caplog.messages, "the warning")
-        house.poller.wake()
-        assert house.poller.next() is None, "it looks again though nothing has changed"
-        house.listener.trim()
-        settle(house.poller)
-        assert not house.listener._guests
-    house.listener.trim()
-    drive(house.poller, lambda: house.listener._guests, "the stranger is let in")
+        drive(server.poller, lambda: caplog.messages, "the warning")
+        server.poller.wake()
+        assert server.poller.next() is None, "the listener is armed without free descriptors"
+        server.listener.trim()
+        run_due_callbacks(server.poller)
+        assert not server.listener._pending
+    server.listener.trim()
+    drive(server.poller, lambda: server.listener._pending, "the new handshake")
     (warning,) = caplog.messages
     assert "worker listener cannot accept connections" in warning
-    house.connect(house.transport, LISTENER)
+    server.connect(server.transport, LISTENER)
 
 
-def test_a_crowd_of_strangers_does_not_keep_members_out(house: House) -> None:
-    strangers = []
+def test_many_silent_clients_do_not_keep_members_out(server: ListeningServer) -> None:
+    clients = []
     descriptors = len(open_descriptors())
-    for _ in range(MAX_GUESTS + 20):
-        strangers.append(house.stranger())
-        settle(house.poller)
-    ours = len(open_descriptors()) - descriptors - len(strangers)
-    assert ours <= MAX_GUESTS
-    assert [stranger.recv(1) for stranger in strangers[:20]] == [b""] * 20
-    house.connect(house.transport, LISTENER)
-    assert len(house.accepted) == 1
+    for _ in range(MAX_PENDING + 20):
+        clients.append(server.raw_client())
+        run_due_callbacks(server.poller)
+    ours = len(open_descriptors()) - descriptors - len(clients)
+    assert ours <= MAX_PENDING
+    assert [client.recv(1) for client in clients[:20]] == [b""] * 20
+    server.connect(server.transport, LISTENER)
+    assert len(server.accepted) == 1
 
 
-def test_a_guest_that_leaves_is_forgotten(house: House) -> None:
-    for words in (b"", MAGIC, MAGIC + bytes(NONCE), MAGIC + bytes(NONCE + PROOF)):
-        with house.stranger() as stranger:
-            stranger.send(words)
-            drive(house.poller, lambda: house.listener._guests)
-        drive(house.poller, lambda: not house.listener._guests)
+def test_a_client_that_disconnects_is_removed(server: ListeningServer) -> None:
+    for data in (b"", MAGIC, MAGIC + bytes(NONCE_SIZE), MAGIC + bytes(NONCE_SIZE + PROOF_SIZE)):
+        with server.raw_client() as client:
+            client.send(data)
+            drive(server.poller, lambda: server.listener._pending)
+        drive(server.poller, lambda: not server.listener._pending)
 
 
-def test_a_member_that_leaves_just_before_the_welcome_leaves_nothing(house: House) -> None:
-    """Its socket is reset while the listener is about to answer."""
-    client = ClientHandshake(TOKEN, CALLER, LISTENER.incarnation)
+def test_a_client_that_disconnects_before_the_welcome_leaves_nothing(
+    server: ListeningServer,
+) -> None:
+    """The client resets its socket while the listener is about to answer."""
+    handshake = ClientHandshake(TOKEN, CLIENT, LISTENER.incarnation)
     before = len(open_descriptors())
-    with house.stranger() as stranger:
-        stranger.send(client.first())
-        drive(house.poller, lambda: house.listener._guests)
-        drive(house.poller, lambda: select.select([stranger], [], [], 0)[0])
-        third = client.third(stranger.recv(SECOND, socket.MSG_WAITALL))
-        if isinstance(house.transport, UnixTransport):
+    with server.raw_client() as client:
+        client.send(handshake.hello())
+        drive(server.poller, lambda: server.listener._pending)
+        drive(server.poller, lambda: select.select([client], [], [], 0)[0])
+        response = handshake.response(client.recv(CHALLENGE_SIZE, socket.MSG_WAITALL))
+        if isinstance(server.transport, UnixTransport):
             ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
             probe = os.memfd_create("gradwire-probe")
             os.ftruncate(probe, 4096)
-            socket.send_fds(stranger, [third], [theirs.fileno(), probe])
+            socket.send_fds(client, [response], [theirs.fileno(), probe])
             for end in (ours, theirs):
                 end.close()
             os.close(probe)
         else:
-            stranger.send(third)
-            stranger.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
-    drive(house.poller, lambda: not house.listener._guests)
-    for connection in house.accepted:  # where the system took the welcome nevertheless
+            client.send(response)
+            client.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+    drive(server.poller, lambda: not server.listener._pending)
+    for connection in server.accepted:  # if the system accepted the welcome all the same
         connection.close()
     assert len(open_descriptors()) == before
 
 
 @pytest.fixture
-def unix_house() -> Iterator[House]:
+def unix_server() -> Iterator[ListeningServer]:
     with contextlib.closing(EpollPoller()) as poller:
-        house = House(UnixTransport(TOKEN), poller)
-        yield house
-        house.close()
+        server = ListeningServer(UnixTransport(TOKEN), poller)
+        yield server
+        server.close()
 
 
-def test_a_stranger_cannot_fill_the_listener_with_descriptors(unix_house: House) -> None:
-    stranger = unix_house.stranger()
+def test_a_client_cannot_send_many_descriptors(unix_server: ListeningServer) -> None:
+    client = unix_server.raw_client()
     before = len(open_descriptors())
     most = 0
     try:
         for byte in MAGIC:
-            socket.send_fds(stranger, [bytes([byte])], [stranger.fileno()] * 8)
-            settle(unix_house.poller)
+            socket.send_fds(client, [bytes([byte])], [client.fileno()] * 8)
+            run_due_callbacks(unix_server.poller)
             most = max(most, len(open_descriptors()) - before)
     except BrokenPipeError:
         pass
     assert most <= 1 + MAX_DESCRIPTORS
-    assert not unix_house.listener._guests
+    assert not unix_server.listener._pending
 
 
 @pytest.mark.parametrize("count", [0, 1])
-def test_a_member_that_offers_no_shared_memory_is_refused(unix_house: House, count: int) -> None:
-    client = ClientHandshake(TOKEN, CALLER, LISTENER.incarnation)
-    stranger = unix_house.stranger()
-    stranger.send(client.first())
-    drive(unix_house.poller, lambda: select.select([stranger], [], [], 0)[0])
-    third = client.third(stranger.recv(SECOND))
-    socket.send_fds(stranger, [third], [stranger.fileno()] * count)
-    assert unix_house.refuses(stranger) == b""
+def test_a_client_that_sends_too_few_descriptors_is_rejected(
+    unix_server: ListeningServer, count: int
+) -> None:
+    handshake = ClientHandshake(TOKEN, CLIENT, LISTENER.incarnation)
+    client = unix_server.raw_client()
+    client.send(handshake.hello())
+    drive(unix_server.poller, lambda: select.select([client], [], [], 0)[0])
+    response = handshake.response(client.recv(CHALLENGE_SIZE))
+    socket.send_fds(client, [response], [client.fileno()] * count)
+    assert unix_server.rejection(client) == b""
 
 
 @pytest.mark.parametrize("wrong", ["channel", "probe", "incoming", "outgoing", "blocking"])
-def test_a_member_that_offers_something_else_is_refused(unix_house: House, wrong: str) -> None:
-    client = ClientHandshake(TOKEN, CALLER, LISTENER.incarnation)
-    stranger = unix_house.stranger()
-    stranger.send(client.first())
-    drive(unix_house.poller, lambda: select.select([stranger], [], [], 0)[0])
-    third = client.third(stranger.recv(SECOND))
+def test_a_client_that_sends_wrong_descriptors_is_rejected(
+    unix_server: ListeningServer, wrong: str
+) -> None:
+    handshake = ClientHandshake(TOKEN, CLIENT, LISTENER.incarnation)
+    client = unix_server.raw_client()
+    client.send(handshake.hello())
+    drive(unix_server.poller, lambda: select.select([client], [], [], 0)[0])
+    response = handshake.response(client.recv(CHALLENGE_SIZE))
     (_, outgoing), (incoming, _) = pipes = make_pipes()
     ours, channel = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     probe = os.memfd_create("probe")
@@ -381,28 +391,28 @@ def test_a_member_that_offers_something_else_is_refused(unix_house: House, wrong
             os.set_blocking(incoming, True)
         else:
             offered[wrong] = file.fileno() if wrong == "probe" else offered[others[wrong]]
-        socket.send_fds(stranger, [third], list(offered.values()))
-        assert unix_house.refuses(stranger) == b""
+        socket.send_fds(client, [response], list(offered.values()))
+        assert unix_server.rejection(client) == b""
     for descriptor in (probe, *itertools.chain(*pipes)):
         os.close(descriptor)
 
 
 @pytest.fixture
-def tcp_house() -> Iterator[House]:
+def tcp_server() -> Iterator[ListeningServer]:
     with contextlib.closing(EpollPoller()) as poller:
-        house = House(TcpTransport(TOKEN), poller)
-        yield house
-        house.close()
+        server = ListeningServer(TcpTransport(TOKEN), poller)
+        yield server
+        server.close()
 
 
-def test_a_handshake_may_come_byte_by_byte(tcp_house: House) -> None:
-    client = ClientHandshake(TOKEN, CALLER, LISTENER.incarnation)
-    stranger = tcp_house.stranger()
-    stranger.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    for byte in client.first():
-        stranger.send(bytes([byte]))
-        settle(tcp_house.poller)
-    for byte in client.third(stranger.recv(SECOND, socket.MSG_WAITALL)):
-        stranger.send(bytes([byte]))
-        settle(tcp_house.poller)
-    drive(tcp_house.poller, lambda: tcp_house.accepted)
+def test_a_handshake_may_arrive_byte_by_byte(tcp_server: ListeningServer) -> None:
+    handshake = ClientHandshake(TOKEN, CLIENT, LISTENER.incarnation)
+    client = tcp_server.raw_client()
+    client.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    for byte in handshake.hello():
+        client.send(bytes([byte]))
+        run_due_callbacks(tcp_server.poller)
+    for byte in handshake.response(client.recv(CHALLENGE_SIZE, socket.MSG_WAITALL)):
+        client.send(bytes([byte]))
+        run_due_callbacks(tcp_server.poller)
+    drive(tcp_server.poller, lambda: tcp_server.accepted)

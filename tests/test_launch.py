@@ -1,4 +1,4 @@
-"""`gradwire run` starts workers, passes on what they say and ends them together."""
+"""`gradwire run` starts workers, copies their output and ends them together."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ if rank == 0:
     print("sum", rpc.rpc_sync("worker1", torch.add, args=(torch.ones(2), 1)).tolist())
 rpc.shutdown()
 """
-#: Says who it is, so that the tests can look for what is left, and goes on until it is ended.
+#: Prints its pid, so that the tests can check that it has ended, and waits for a signal.
 STAY = """
 import os, signal, sys
 print("pid", os.getpid(), flush=True)
@@ -35,7 +35,7 @@ signal.pause()
 
 
 class Program:
-    """A script of the test and the outcome of running it."""
+    """Runs scripts with `gradwire run`, in a folder of the test."""
 
     def __init__(self, folder: Path):
         self.folder = folder
@@ -67,19 +67,20 @@ class Program:
 @pytest.fixture
 def program(tmp_path: Path) -> Iterator[Program]:
     yield Program(tmp_path)
-    here = [pid for pid in map(int, filter(str.isdigit, os.listdir("/proc"))) if at(pid, tmp_path)]
-    assert all(map(ended, here)), "processes were left behind"
+    pids = map(int, filter(str.isdigit, os.listdir("/proc")))
+    remaining = [pid for pid in pids if works_in(pid, tmp_path)]
+    assert all(map(ended, remaining)), "processes were left behind"
 
 
-def at(pid: int, folder: Path) -> bool:
+def works_in(pid: int, folder: Path) -> bool:
     try:
         return os.readlink(f"/proc/{pid}/cwd") == str(folder)
     except OSError:
-        return False  # it has ended, or is not ours
+        return False  # it has ended, or belongs to another user
 
 
 def ended(pid: int) -> bool:
-    """Whether a process has ended; one that was killed a moment ago may take its time."""
+    """Return whether a process has ended. One that was just killed has a few seconds to end."""
     try:
         descriptor = os.pidfd_open(pid)
     except ProcessLookupError:
@@ -112,7 +113,7 @@ def test_every_line_names_its_worker_and_stays_whole(program: Program) -> None:
     assert sorted(err.splitlines()) == [f"[worker {rank}] warning" for rank in range(3)]
 
 
-def test_output_comes_while_the_worker_runs(program: Program) -> None:
+def test_output_appears_while_the_worker_runs(program: Program) -> None:
     script = program.write(STAY.format(before=""))
     with program.start("-n", "1", script) as launcher:
         assert launcher.stdout
@@ -121,15 +122,15 @@ def test_output_comes_while_the_worker_runs(program: Program) -> None:
         assert launcher.wait(SECONDS) == 128 + signal.SIGTERM
 
 
-def test_workers_get_the_variables_of_torchrun_and_a_secret(program: Program) -> None:
+def test_workers_get_the_variables_of_torchrun_and_a_token(program: Program) -> None:
     names = "RANK LOCAL_RANK WORLD_SIZE LOCAL_WORLD_SIZE MASTER_ADDR MASTER_PORT GRADWIRE_TOKEN"
     script = program.write(f"import os\nprint(*[os.environ[n] for n in {names.split()}])\n")
     _, out, _ = program.run("-n", "2", script)
-    said = sorted(line.split()[2:] for line in out.splitlines())
-    port, token = said[0][5:]
+    printed = sorted(line.split()[2:] for line in out.splitlines())
+    port, token = printed[0][5:]
     assert int(port) > 1024
     assert len(token) >= 32
-    assert said == [[rank, rank, "2", "2", "127.0.0.1", port, token] for rank in "01"]
+    assert printed == [[rank, rank, "2", "2", "127.0.0.1", port, token] for rank in "01"]
 
     program.environment["GRADWIRE_TOKEN"] = "mine"
     _, out, _ = program.run("-n", "1", script)
@@ -166,8 +167,8 @@ def test_a_signal_is_named_and_explained(program: Program) -> None:
     assert all(map(ended, pids_in(out)))
 
 
-def test_a_worker_that_does_not_want_to_end_is_killed_with_its_children(program: Program) -> None:
-    # Worker 0 and its child ignore SIGTERM; only when the child is there does worker 1 fail.
+def test_a_worker_that_ignores_sigterm_is_killed_with_its_children(program: Program) -> None:
+    # Worker 0 and its child ignore SIGTERM. Worker 1 fails once the child is running.
     script = program.write(
         STAY.format(
             before="signal.signal(signal.SIGTERM, signal.SIG_IGN)\n"
@@ -176,17 +177,17 @@ def test_a_worker_that_does_not_want_to_end_is_killed_with_its_children(program:
             "    open('ready', 'a').close()\n"
             "else:\n"
             "    while not os.path.exists('ready'): pass\n"
-            "    sys.exit('enough')\n"
+            "    sys.exit('on purpose')\n"
         )
     )
     code, out, err = program.run("-n", "2", "--grace", "0.2", script)
     assert code == 1
-    assert "[worker 1] enough" in err
+    assert "[worker 1] on purpose" in err
     assert "worker 0 did not end within 0.2 s: killing" in err
     assert all(map(ended, pids_in(out)))
 
 
-def test_what_a_finished_worker_left_running_ends_with_it(program: Program) -> None:
+def test_the_processes_started_by_a_worker_end_with_it(program: Program) -> None:
     script = program.write(
         "import os, signal\nif os.fork() == 0:\n    print('pid', os.getpid())\n    signal.pause()\n"
     )
@@ -196,14 +197,14 @@ def test_what_a_finished_worker_left_running_ends_with_it(program: Program) -> N
 
 
 @pytest.mark.parametrize(
-    ("waitid", "exit_code", "said"),
+    ("waitid", "exit_code", "message"),
     [("del os.waitid", 0, ""), ("os.waitid = None", 1, "TypeError")],
 )
-def test_it_returns_where_ends_cannot_be_waited_for_as_usual(
-    program: Program, waitid: str, exit_code: int, said: str
+def test_the_launcher_returns_without_waitid_and_after_an_error_while_waiting(
+    program: Program, waitid: str, exit_code: int, message: str
 ) -> None:
-    """On macOS before Python 3.13 there is no waitid; and if there were a fault, nobody waits for
-    ever for an end that is never told."""
+    """macOS has no waitid before Python 3.13. And the main thread must not wait forever if a thread
+    that waits for a worker fails."""
     script = program.write(
         "import os, signal\nif os.fork() == 0:\n    print('pid', os.getpid())\n    signal.pause()\n"
     )
@@ -214,46 +215,46 @@ def test_it_returns_where_ends_cannot_be_waited_for_as_usual(
         finally:
             launcher.kill()
     assert launcher.returncode == exit_code
-    assert said in err
+    assert message in err
     assert all(map(ended, pids_in(out)))
 
 
 def test_a_worker_may_finish_before_the_others(program: Program) -> None:
-    # Rank 1 goes on until the end of rank 0 closes the pipe between them.
+    # Rank 1 runs until the end of rank 0 closes the pipe between them.
     script = program.write(
         "import os\n"
         "rank = os.environ['RANK']\n"
         "os.mkfifo('fifo') if rank == '0' else None\n"
         "while not os.path.exists('fifo'): pass\n"
         "if rank == '0': pipe = os.open('fifo', os.O_WRONLY)\n"
-        "else: print('saw the end:', open('fifo').read() == '')\n"
+        "else: print('pipe closed:', open('fifo').read() == '')\n"
     )
     code, out, err = program.run("-n", "2", script)
-    assert (code, out, err) == (0, "[worker 1] saw the end: True\n", "")
+    assert (code, out, err) == (0, "[worker 1] pipe closed: True\n", "")
 
 
-def test_ctrl_c_ends_all(program: Program) -> None:
+def test_ctrl_c_ends_all_workers(program: Program) -> None:
     with program.start("-n", "2", program.write(STAY.format(before=""))) as launcher:
         assert launcher.stdout
-        said = launcher.stdout.readline() + launcher.stdout.readline()
+        printed = launcher.stdout.readline() + launcher.stdout.readline()
         launcher.send_signal(signal.SIGINT)
         _, err = launcher.communicate(timeout=SECONDS)
     assert launcher.returncode == 128 + signal.SIGINT
     assert "gradwire: SIGINT; ending workers 0, 1" in err
-    assert len(pids_in(said)) == 2
-    assert all(map(ended, pids_in(said)))
+    assert len(pids_in(printed)) == 2
+    assert all(map(ended, pids_in(printed)))
 
 
 def test_workers_die_with_a_killed_launcher(program: Program) -> None:
     with program.start("-n", "2", program.write(STAY.format(before=""))) as launcher:
         assert launcher.stdout
-        said = launcher.stdout.readline() + launcher.stdout.readline()
+        printed = launcher.stdout.readline() + launcher.stdout.readline()
         launcher.kill()
-    assert len(pids_in(said)) == 2
-    assert all(map(ended, pids_in(said)))
+    assert len(pids_in(printed)) == 2
+    assert all(map(ended, pids_in(printed)))
 
 
-def test_a_wrong_command_says_what_is_wrong(program: Program) -> None:
+def test_a_wrong_command_is_explained(program: Program) -> None:
     code, _, err = program.run("-n", "2", "nowhere.py")
     assert code == 2
     assert "there is no script 'nowhere.py'" in err
@@ -265,7 +266,7 @@ def test_the_command_does_not_import_torch() -> None:
     subprocess.run([sys.executable, "-c", script], timeout=SECONDS, check=True)
 
 
-def test_a_program_started_by_torchrun_needs_no_change(program: Program) -> None:
+def test_a_program_for_torchrun_runs_unchanged(program: Program) -> None:
     script = program.write(JOIN)
     torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
     with program.start_python(*torchrun, script) as launcher:

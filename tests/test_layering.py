@@ -1,4 +1,4 @@
-"""One way down: a file imports only from its own room and from rooms below."""
+"""A module imports only from its own layer and from lower layers."""
 
 from __future__ import annotations
 
@@ -11,67 +11,90 @@ import gradwire
 
 PACKAGE = Path(next(iter(gradwire.__path__)))
 
-# From top to bottom; names of files and folders of the package.
-ROOMS = [
+# From top to bottom: modules and packages, by their names below `gradwire`.
+LAYERS = [
     {"__main__", "cli"},
     {"compat"},
     {"launch", "bench", "testing"},
     {"__init__", "rpc", "autograd", "optim", "nn"},
     {"worker"},
-    {"gradients"},
-    {"refs"},
-    {"agent"},
-    {"transport"},
-    {"wire"},
-    {"current", "config", "ids", "errors", "_version"},
+    {"_core.runtime"},
+    {"_core.autograd"},
+    {"_core.rref"},
+    {"_core.rpc"},
+    {"_core.group"},
+    {"_core.transport"},
+    {"_core.wire"},
+    {"_core", "_core.current", "_core.ids", "options", "errors", "_version"},
 ]
 
 
-def level(room: str) -> int:
-    found = [index for index, names in enumerate(ROOMS) if room in names]
-    assert found, f"{room} has no place among the rooms: add it where it belongs"
-    return found[0]
+def level(layer: str) -> int:
+    levels = [index for index, names in enumerate(LAYERS) if layer in names]
+    assert levels, f"{layer} is in none of the layers: add it to LAYERS"
+    return levels[0]
 
 
-def room_of(path: Path) -> str:
-    return path.relative_to(PACKAGE).with_suffix("").parts[0]
+def layer_of(parts: tuple[str, ...]) -> str:
+    """Return the layer of a module, given by the parts of its name below `gradwire`."""
+    if not parts:
+        return "__init__"
+    return ".".join(parts[:2]) if parts[0] == "_core" else parts[0]
 
 
-def imported_rooms(path: Path) -> set[str]:
-    rooms = set()
+def layer_of_file(path: Path) -> str:
+    parts = path.relative_to(PACKAGE).with_suffix("").parts
+    return layer_of(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+def is_module(parts: tuple[str, ...]) -> bool:
+    place = PACKAGE.joinpath(*parts)
+    return place.is_dir() or place.with_suffix(".py").exists()
+
+
+def imported_layers(path: Path) -> set[str]:
+    layers = set()
     for node in ast.walk(ast.parse(path.read_text())):
-        modules: list[str] = []
+        names: list[str] = []
         if isinstance(node, ast.Import):
-            modules = [alias.name for alias in node.names]
+            names = [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
-            assert node.level == 0, f"{path.name}: relative imports hide where things come from"
-            if node.module == "gradwire":
-                modules = [f"gradwire.{alias.name}" for alias in node.names]
-            else:
-                modules = [node.module or ""]
-        for module in modules:
-            parts = module.split(".")
-            if parts[0] == "gradwire":
-                rooms.add(parts[1] if len(parts) > 1 else "__init__")
-    return rooms
+            assert node.level == 0, (
+                f"{path.name}: relative imports hide the layer of the imported module"
+            )
+            names = [f"{node.module}.{alias.name}" for alias in node.names]
+        for name in names:
+            package, *parts = name.split(".")
+            if package == "gradwire":
+                while not is_module(tuple(parts)):
+                    parts.pop()
+                layers.add(layer_of(tuple(parts)))
+    return layers
 
 
 @pytest.mark.parametrize("path", sorted(PACKAGE.rglob("*.py")), ids=lambda p: str(p.name))
-def test_imports_go_down(path: Path) -> None:
-    here = level(room_of(path))
-    for room in imported_rooms(path):
-        if (PACKAGE / room).is_dir() or (PACKAGE / f"{room}.py").exists():
-            assert level(room) >= here, f"{path.name} imports {room}, which is above it"
+def test_a_module_imports_only_from_its_own_and_lower_layers(path: Path) -> None:
+    here = level(layer_of_file(path))
+    for layer in imported_layers(path):
+        assert level(layer) >= here, f"{path.name} imports {layer}, which is above it"
 
 
-def test_the_wire_is_pure() -> None:
-    """No sockets, threads to start, or clocks: encoding depends on values alone."""
-    for path in (PACKAGE / "wire").glob("*.py"):
-        tree = ast.parse(path.read_text())
-        names = {
-            alias.name.split(".")[0]
-            for node in ast.walk(tree)
-            if isinstance(node, ast.Import)
-            for alias in node.names
-        }
-        assert not names & {"socket", "time", "select", "os", "subprocess", "asyncio"}, path.name
+def test_the_wire_layer_does_no_input_or_output() -> None:
+    """Encoding depends on values alone, so these modules use no sockets and no clocks."""
+    for path in (PACKAGE / "_core" / "wire").glob("*.py"):
+        assert not imported_packages(path) & IMPURE, path.name
+    transports = (PACKAGE / "_core" / "transport").glob("*.py")
+    assert IMPURE & set().union(*map(imported_packages, transports)) >= {"socket", "os"}
+
+
+IMPURE = {"socket", "time", "select", "os", "subprocess", "asyncio"}
+
+
+def imported_packages(path: Path) -> set[str]:
+    names: set[str] = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            names |= {alias.name.split(".")[0] for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module is not None:
+            names.add(node.module.split(".")[0])
+    return names

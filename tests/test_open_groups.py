@@ -1,4 +1,4 @@
-"""Open groups: workers join and leave when they like, and names belong to those who live."""
+"""Open groups: workers join and leave at any time, and a name is free once its worker is gone."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ import torch
 
 import gradwire
 from gradwire import autograd, rpc
-from gradwire.agent import roster
-from gradwire.agent.roster import LocalRoster, Member, is_gone
+from gradwire._core.group import membership
+from gradwire._core.group.membership import LocalMembership, Member, is_gone
+from gradwire._core.ids import WorkerInfo
+from gradwire._core.transport.base import Address
 from gradwire.errors import CallTimeout, SetupError, UnknownWorkerError, WorkerLost
-from gradwire.ids import WorkerInfo
 from gradwire.launch import free_port
-from gradwire.testing import transports_named
-from gradwire.transport.base import Address
+from gradwire.testing import acting_as, runtime_of, transports_named
 from gradwire.worker import Worker
-from tests.processes import Process, freeze, meeting_place, processes, until
+from tests.processes import Process, freeze, processes, rendezvous_file, until
 
 TIMEOUT = 30.0
 
@@ -41,7 +41,7 @@ def whoami() -> str:
 
 
 def server(options: rpc.Options, rank: int = -1) -> Callable[[], None]:
-    """What a process does that only serves."""
+    """Return the body of a process whose worker only serves calls."""
 
     def serve() -> None:
         gradwire.Worker("server", rank, options=options)
@@ -51,7 +51,7 @@ def server(options: rpc.Options, rank: int = -1) -> Callable[[], None]:
 
 
 def test_workers_join_and_leave_an_open_group() -> None:
-    with meeting_place() as place:
+    with rendezvous_file() as place:
         options = rpc.Options(init_method=place)
 
         def visitor() -> list[str]:
@@ -72,8 +72,8 @@ def test_workers_join_and_leave_an_open_group() -> None:
             assert [info.name for info in host.worker_infos()] == ["host"]
 
 
-def test_a_group_is_of_one_kind_and_names_are_unique() -> None:
-    with meeting_place() as place:
+def test_open_and_fixed_groups_do_not_mix_and_names_are_unique() -> None:
+    with rendezvous_file() as place:
         options = rpc.Options(init_method=place)
         with gradwire.Worker("one", options=options):
             with pytest.raises(SetupError, match="not unique"):
@@ -90,8 +90,8 @@ def names(worker: Worker) -> list[str]:
     return [info.name for info in worker.worker_infos()]
 
 
-def test_a_worker_that_is_refused_takes_nothing_along() -> None:
-    with meeting_place() as place:
+def test_a_refused_worker_does_not_affect_the_group() -> None:
+    with rendezvous_file() as place:
         options = rpc.Options(init_method=place)
         with gradwire.Worker("one", options=options) as one:
             for _ in range(2):
@@ -104,31 +104,31 @@ def test_a_worker_that_is_refused_takes_nothing_along() -> None:
                 assert names(two) == ["one", "two"]
 
 
-@pytest.mark.parametrize(("name", "id"), [("one", 2), ("three", 0)])
-def test_a_worker_that_is_refused_in_its_process_takes_nothing_along(name: str, id: int) -> None:
-    common: Any = {"roster": LocalRoster(), "transports": transports_named("memory")}
+@pytest.mark.parametrize(("name", "worker_id"), [("one", 2), ("three", 0)])
+def test_a_refused_worker_does_not_affect_a_local_group(name: str, worker_id: int) -> None:
+    common: Any = {"membership": LocalMembership(), "transports": transports_named("in_process")}
     with gradwire.Worker("one", 0, **common), gradwire.Worker("two", 1, **common) as two:
         with pytest.raises(SetupError, match="not unique"):
-            gradwire.Worker(name, id, **common)
+            gradwire.Worker(name, worker_id, **common)
         assert two.rpc_sync("one", whoami) == "one"
         assert names(two) == ["one", "two"]
 
 
-def test_a_killed_worker_comes_back_to_an_open_group() -> None:
-    with meeting_place() as place:
+def test_a_killed_worker_can_rejoin() -> None:
+    with rendezvous_file() as place:
         options = rpc.Options(init_method=place)
         with gradwire.Worker("client", options=options) as client:
             gone = threading.Event()
-            client.agent.on_gone.append(lambda _info: gone.set())
+            runtime_of(client).agent.on_gone.append(lambda _info: gone.set())
             with processes(server(options)) as (first,):
-                until(lambda: names(client) == ["client", "server"], "the server is there")
+                until(lambda: names(client) == ["client", "server"], "the server has joined")
                 assert client.rpc_sync("server", pid) == first.pid
                 first.kill()
                 assert gone.wait(TIMEOUT)
             with processes(server(options)) as (second,):
-                until(lambda: client.worker_infos()[-1].id == 2, "the server is there again")
+                until(lambda: client.worker_infos()[-1].id == 2, "the second server has joined")
                 assert client.rpc_sync("server", pid) == second.pid
-                assert names(client) == ["client", "server"], "and the first one is not any more"
+                assert names(client) == ["client", "server"], "the first server is removed"
 
 
 def double(x: torch.Tensor) -> torch.Tensor:
@@ -139,42 +139,40 @@ def fetch(rref: Any) -> Any:
     return rref.to_here()
 
 
-def check_all_works(me: Worker, to: str) -> None:
-    """Calls, gradients and references between two workers."""
+def check_connection(me: Worker, to: str) -> None:
+    """Check calls, gradients and references from one worker to another."""
 
-    def check() -> None:
+    with acting_as(me):
         x = torch.ones(3, requires_grad=True)
-        with autograd.context() as id:
+        with autograd.context() as context_id:
             y = me.rpc_sync(to, double, args=(x,))
-            autograd.backward(id, [y.sum()])
-            assert autograd.get_gradients(id)[x].tolist() == [2.0, 2.0, 2.0]
+            autograd.backward(context_id, [y.sum()])
+            assert autograd.get_gradients(context_id)[x].tolist() == [2.0, 2.0, 2.0]
         assert me.remote(to, double, args=(torch.ones(2),)).to_here().tolist() == [2.0, 2.0]
         assert me.rpc_sync(to, fetch, args=(me.rref([1, 2]),)) == [1, 2]
 
-    me.agent.run_in_context(check)
-
 
 @pytest.mark.parametrize("where", ["store", "process"])
-def test_a_worker_comes_back_under_its_rank(where: str) -> None:
-    """With another id: what its first life has made may still be around."""
-    with meeting_place() as place:
+def test_a_worker_can_rejoin_under_its_rank(where: str) -> None:
+    """It gets another id, because references of the first worker with that rank may still exist."""
+    with rendezvous_file() as place:
         common: Any = {"options": rpc.Options(init_method=place)}
         if where == "process":
-            common = {"roster": LocalRoster(), "transports": transports_named("memory")}
+            common = {"membership": LocalMembership(), "transports": transports_named("in_process")}
         with gradwire.Worker("client", 0, **common) as client:
             seen = []
             for _ in range(3):
                 with gradwire.Worker("server", 7, **common) as server:
                     assert client.worker_info("server") == server.info
                     seen.append(server.id)
-                    check_all_works(client, "server")
-                    check_all_works(server, "client")
+                    check_connection(client, "server")
+                    check_connection(server, "client")
             assert seen[0] == 7
             assert len(set(seen)) == 3
 
 
-def test_ids_are_given_that_nobody_has_as_a_rank() -> None:
-    with meeting_place() as place:
+def test_an_assigned_id_is_not_the_rank_of_another_worker() -> None:
+    with rendezvous_file() as place:
         options = rpc.Options(init_method=place)
         with (
             gradwire.Worker("one", 0, options=options),
@@ -183,40 +181,40 @@ def test_ids_are_given_that_nobody_has_as_a_rank() -> None:
             assert two.id == 1
 
 
-def test_a_killed_worker_comes_back_under_its_rank() -> None:
-    with meeting_place() as place:
+def test_a_killed_worker_can_rejoin_under_its_rank() -> None:
+    with rendezvous_file() as place:
         options = rpc.Options(init_method=place)
         with gradwire.Worker("client", 0, options=options) as client:
             gone = threading.Event()
-            client.agent.on_gone.append(lambda _info: gone.set())
+            runtime_of(client).agent.on_gone.append(lambda _info: gone.set())
             with processes(server(options, 7)) as (first,):
-                until(lambda: names(client) == ["client", "server"], "the server is there")
-                check_all_works(client, "server")
+                until(lambda: names(client) == ["client", "server"], "the server has joined")
+                check_connection(client, "server")
                 held = client.remote("server", echo, args=(5,))
                 assert held.to_here() == 5
                 first.kill()
                 assert gone.wait(TIMEOUT)
             with processes(server(options, 7)) as (second,):
-                until(lambda: client.worker_infos()[-1].id > 7, "the server is there again")
+                until(lambda: client.worker_infos()[-1].id > 7, "the second server has joined")
                 assert client.rpc_sync("server", pid) == second.pid
-                check_all_works(client, "server")
+                check_connection(client, "server")
                 with pytest.raises(UnknownWorkerError, match=r"worker 7: .*server \(id 32767\)"):
                     held.to_here()
             with gradwire.Worker("successor", 7, options=options):
-                check_all_works(client, "successor")
+                check_connection(client, "successor")
 
 
-def test_only_who_could_be_reached_from_here_is_known_to_be_gone() -> None:
+def test_only_a_member_on_this_machine_can_be_known_to_be_gone() -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         place = "{}|{}".format(*server.getsockname())
     info, addresses = WorkerInfo("server", 7), (Address("tcp", place), Address("unix", "nobody"))
-    ways = transports_named("tcp") + transports_named("unix")
-    assert is_gone(Member(info, "a life", addresses), ways)
-    assert not is_gone(Member(info, "a life", addresses, machine="another"), ways)
+    transports = transports_named("tcp") + transports_named("unix")
+    assert is_gone(Member(info, "a life", addresses), transports)
+    assert not is_gone(Member(info, "a life", addresses, machine="another"), transports)
 
 
 @contextmanager
-def host_of_meeting_place(**more: Any) -> Iterator[tuple[Process, rpc.Options]]:
+def rendezvous_host(**more: Any) -> Iterator[tuple[Process, rpc.Options]]:
     with free_port() as port:
         options = rpc.Options(init_method=f"tcp://127.0.0.1:{port}", **more)
 
@@ -228,32 +226,34 @@ def host_of_meeting_place(**more: Any) -> Iterator[tuple[Process, rpc.Options]]:
             yield host, options
 
 
-def test_nothing_waits_for_a_frozen_meeting_place(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nothing_waits_for_a_frozen_rendezvous_host(monkeypatch: pytest.MonkeyPatch) -> None:
     beat = {"heartbeat_interval": 0.2, "heartbeat_limit": 0.6}
     with (
-        host_of_meeting_place(**beat) as (host, options),
+        rendezvous_host(**beat) as (host, options),
         gradwire.Worker("client", 1, options=options) as client,
     ):
+        until(lambda: "host" in names(client), "the host has joined")  # after it made the store
         assert client.rpc_sync("host", pid) == host.pid
         gone = threading.Event()
-        client.agent.on_gone.append(lambda _info: gone.set())
+        runtime_of(client).agent.on_gone.append(lambda _info: gone.set())
         freeze(host.pid)
-        with pytest.raises(WorkerLost, match="no sign of life"):
+        with pytest.raises(WorkerLost, match="no heartbeat"):
             client.rpc_sync("host", pid)
         assert gone.wait(TIMEOUT)
         with pytest.raises(CallTimeout):
             client.rpc_sync("host", pid, timeout=0.1)
-        monkeypatch.setattr(roster, "_STORE_SECONDS", 0.1)
-        with pytest.raises(UnknownWorkerError, match="meeting place cannot be asked"):
+        monkeypatch.setattr(membership, "_STORE_SECONDS", 0.1)
+        with pytest.raises(UnknownWorkerError, match="rendezvous store does not answer"):
             client.rpc_sync("another", pid)
-        client.shutdown()  # which does not wait either
+        client.shutdown()  # does not wait for the host either
+        assert "gradwire-store" in thread_names()
         host.kill()
-        until(lambda: "gradwire-store" not in thread_names(), "who has asked knows that")
+        until(lambda: "gradwire-store" not in thread_names(), "the request to the store has ended")
 
 
-def test_without_a_meeting_place_workers_that_know_each_other_go_on() -> None:
+def test_connected_workers_continue_without_the_rendezvous_host() -> None:
     with (
-        host_of_meeting_place() as (host, options),
+        rendezvous_host() as (host, options),
         gradwire.Worker("one", 1, options=options) as one,
         gradwire.Worker("two", 2, options=options),
     ):
@@ -261,31 +261,33 @@ def test_without_a_meeting_place_workers_that_know_each_other_go_on() -> None:
         host.kill()
         assert one.rpc_sync("two", echo, args=(5,)) == 5
         for ask in (one.worker_infos, lambda: one.rpc_sync("three", pid)):
-            with pytest.raises(UnknownWorkerError, match="meeting place cannot be asked"):
+            with pytest.raises(UnknownWorkerError, match="rendezvous store does not answer"):
                 ask()
 
 
-def test_who_was_refused_is_not_taken_for_lost() -> None:
-    with meeting_place() as place:
+def test_a_refused_worker_is_not_reported_as_lost() -> None:
+    with rendezvous_file() as place:
         options = rpc.Options(init_method=place)
         with gradwire.Worker("one", 0, options=options) as one:
             lost: list[int] = []
             suspected = threading.Event()
-            one.agent.on_gone.append(lambda info: (lost.append(info.id), suspected.set()))
+            runtime_of(one).agent.on_gone.append(
+                lambda info: (lost.append(info.id), suspected.set())
+            )
             with pytest.raises(SetupError, match="'one' is not unique"):
                 gradwire.Worker("one", 5, options=options)
-            assert suspected.wait(TIMEOUT)  # whoever has knocked is not there any more
+            assert suspected.wait(TIMEOUT)  # the refused worker connected and is gone
             assert 5 not in lost
 
 
 def test_a_frozen_worker_keeps_its_name() -> None:
-    with meeting_place() as place:
+    with rendezvous_file() as place:
         options = rpc.Options(init_method=place)
         with (
             gradwire.Worker("client", options=options) as client,
             processes(server(options)) as (frozen,),
         ):
-            until(lambda: names(client) == ["client", "server"], "the server is there")
+            until(lambda: names(client) == ["client", "server"], "the server has joined")
             freeze(frozen.pid)
             with pytest.raises(SetupError, match=r"not unique.*frozen.*give this one another"):
                 gradwire.Worker("server", options=options)

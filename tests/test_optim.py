@@ -1,4 +1,4 @@
-"""Training across workers changes parameters as the same training in one process does."""
+"""Training across workers changes parameters exactly as the same training in one process."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ import torch
 from torch import Tensor, nn, optim
 from torch.optim import lr_scheduler
 
-from gradwire import autograd, current, rpc
+from gradwire import autograd, rpc
 from gradwire.errors import CallError, GradwireError
 from gradwire.optim import DistributedOptimizer
-from gradwire.testing import cluster
+from gradwire.testing import acting_as, cluster
 from gradwire.worker import Worker
 from tests.processes import run_group
 
@@ -152,7 +152,7 @@ def test_training_equals_that_of_one_process_across_processes() -> None:
     assert run_group(3, body)[0] == expected
 
 
-def test_groups_have_settings_of_their_own(trio: list[Worker]) -> None:
+def test_parameter_groups_have_settings_of_their_own(trio: list[Worker]) -> None:
     def grouped(params: list[Any]) -> list[dict[str, Any]]:
         return [{"params": params[:3], "lr": 0.5}, {"params": params[3:], "momentum": 0.9}]
 
@@ -171,11 +171,11 @@ class Table(nn.Module):
         nn.init.ones_(self.table.weight)
 
     def forward(self, rows: Tensor) -> Tensor:
-        found: Tensor = self.table(rows)
-        return found
+        picked: Tensor = self.table(rows)
+        return picked
 
 
-def test_sparse_gradients_change_their_rows_alone(trio: list[Worker]) -> None:
+def test_sparse_gradients_change_only_their_rows(trio: list[Worker]) -> None:
     remote, local = rpc.remote("worker1", Table), Table()
     (weight,) = rpc.rpc_sync("worker1", parameters_of, (remote,))
     remote_optimizer = DistributedOptimizer(optim.SparseAdam, [weight], lr=0.1)
@@ -214,7 +214,7 @@ def test_sparse_gradients_change_their_rows_alone(trio: list[Worker]) -> None:
     ids=lambda _: "",
 )
 @pytest.mark.parametrize("lr", [0.1, torch.tensor(0.1)], ids=["float", "tensor"])
-def test_schedulers_work_as_they_are(
+def test_torch_schedulers_work_unchanged(
     trio: list[Worker], make: Callable[[optim.Optimizer], Any], lr: Any
 ) -> None:
     remote, local = Remote(), Local()
@@ -237,7 +237,7 @@ class Counting(optim.SGD):
         super().step(closure)
 
 
-def test_what_an_optimizer_notes_in_its_groups_is_its_own(trio: list[Worker]) -> None:
+def test_an_optimizer_keeps_the_group_settings_that_it_adds(trio: list[Worker]) -> None:
     remote = Remote()
     optimizer = DistributedOptimizer(Counting, remote.params, lr=0.1)
     remote.train(optimizer, batches(3), lr_scheduler.StepLR(optimizer, 1))
@@ -255,7 +255,7 @@ def saved(state: Any) -> Any:
 
 
 @pytest.mark.parametrize("kind", [optim.Adam, optim.SGD])
-def test_training_goes_on_where_a_checkpoint_was_made(trio: list[Worker], kind: Any) -> None:
+def test_training_resumes_from_a_checkpoint(trio: list[Worker], kind: Any) -> None:
     settings = {"lr": 0.01} if kind is optim.Adam else {"lr": 0.1, "momentum": 0.9}
     first = Remote()
     optimizer = DistributedOptimizer(kind, first.params, **settings)
@@ -285,7 +285,7 @@ def set_value(param: rpc.RRef[Tensor], value: Tensor) -> None:
     param.local_value().data.copy_(value)
 
 
-def test_checkpoints_are_those_of_one_process(trio: list[Worker]) -> None:
+def test_checkpoints_equal_those_of_one_process(trio: list[Worker]) -> None:
     """A state moves between workers and a single process, in both directions."""
     remote, local = Remote(), Local()
     theirs = DistributedOptimizer(optim.Adam, remote.params[::-1], lr=0.01)
@@ -302,7 +302,7 @@ def test_checkpoints_are_those_of_one_process(trio: list[Worker]) -> None:
     assert remote.train(theirs, batches(2)) == local.train(ours, batches(2))
 
 
-def test_a_state_is_a_copy(trio: list[Worker]) -> None:
+def test_a_state_dict_is_a_copy(trio: list[Worker]) -> None:
     remote = Remote()
     optimizer = DistributedOptimizer(optim.Adam, remote.params, lr=0.1)
     remote.train(optimizer, batches(1))
@@ -313,7 +313,7 @@ def test_a_state_is_a_copy(trio: list[Worker]) -> None:
         assert all(torch.equal(before[number][name], entry[name]) for name in entry)
 
 
-def test_a_state_that_does_not_fit_is_refused(trio: list[Worker]) -> None:
+def test_a_state_dict_that_does_not_fit_is_refused(trio: list[Worker]) -> None:
     remote = Remote()
     optimizer = DistributedOptimizer(optim.SGD, remote.params, lr=0.1)
     state = DistributedOptimizer(optim.SGD, remote.params[:2], lr=0.1).state_dict()
@@ -321,10 +321,10 @@ def test_a_state_that_does_not_fit_is_refused(trio: list[Worker]) -> None:
         optimizer.load_state_dict(state)
 
 
-# -- gradients of others
+# -- gradients of other trainers
 
 
-def test_the_parameters_own_gradients_stay(trio: list[Worker]) -> None:
+def test_a_step_leaves_grad_alone(trio: list[Worker]) -> None:
     weight = nn.Parameter(torch.ones(2))
     weight.grad = torch.full((2,), 7.0)
     kept = weight.grad
@@ -347,7 +347,7 @@ SHARED = torch.ones(2, requires_grad=True)
 
 
 class Disturbed(optim.SGD):
-    """Somebody trains a parameter locally, in the middle of a step."""
+    """Runs a local backward of the same parameter in the middle of a step."""
 
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         (SHARED * 10).sum().backward()
@@ -360,7 +360,7 @@ class Failing(optim.SGD):
 
 
 class Replacing(optim.SGD):
-    """Gives parameters new memory instead of changing what is there."""
+    """Gives parameters new storages instead of changing them in place."""
 
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         for parameter in self.param_groups[0]["params"]:
@@ -371,7 +371,7 @@ class Replacing(optim.SGD):
     ("kind", "value", "gradient"),
     [(Disturbed, 0.5, 10.0), (Failing, 1.0, None), (Replacing, 0.5, None)],
 )
-def test_a_step_keeps_to_the_gradients_of_its_context(
+def test_a_step_uses_only_the_gradients_of_its_context(
     trio: list[Worker], kind: Any, value: float, gradient: float | None
 ) -> None:
     with torch.no_grad():
@@ -387,12 +387,12 @@ def test_a_step_keeps_to_the_gradients_of_its_context(
             optimizer.step(context_id)
         assert autograd.get_gradients(context_id)[SHARED].tolist() == [1.0, 1.0]
     assert SHARED.tolist() == [value, value]
-    found = SHARED.grad
-    assert (None if found is None else found.tolist()) == (gradient and [gradient, gradient])
+    grad = SHARED.grad
+    assert (None if grad is None else grad.tolist()) == (gradient and [gradient, gradient])
 
 
 class Waiting(optim.SGD):
-    """Takes its time to be made."""
+    """Its constructor waits until the test lets it end."""
 
     begun, may_end = threading.Event(), threading.Event()
 
@@ -409,7 +409,9 @@ def test_a_parameter_steps_while_another_optimizer_is_made(trio: list[Worker]) -
     first = DistributedOptimizer(optim.SGD, [rref], lr=1.0)
     context = copy_context()
     with ThreadPoolExecutor(1) as thread, autograd.context() as context_id:
-        loss = rpc.rpc_sync("worker1", torch.sum, (weight * x,))  # so it has to move
+        loss = rpc.rpc_sync(
+            "worker1", torch.sum, (weight * x,)
+        )  # saves the weight, so the step must copy it
         autograd.backward(context_id, [loss], retain_graph=True)
         second = thread.submit(context.run, DistributedOptimizer, Waiting, [rref], lr=1.0)
         try:
@@ -420,10 +422,12 @@ def test_a_parameter_steps_while_another_optimizer_is_made(trio: list[Worker]) -
         second.result()
         assert weight.tolist() == [0.0, 0.0]
         autograd.backward(context_id, [loss])
-        assert autograd.get_gradients(context_id)[x].tolist() == [2.0, 2.0], "as forward saw it"
+        assert autograd.get_gradients(context_id)[x].tolist() == [2.0, 2.0], (
+            "the weight of the forward"
+        )
 
 
-def test_a_parameter_in_several_places_steps_too(trio: list[Worker]) -> None:
+def test_a_sparse_parameter_can_be_optimized(trio: list[Worker]) -> None:
     weight = torch.eye(2).to_sparse().requires_grad_()
     optimizer = DistributedOptimizer(optim.SGD, [rpc.RRef(weight)], lr=0.5)
     with autograd.context() as context_id:
@@ -456,47 +460,61 @@ def test_a_context_without_gradients_changes_nothing(trio: list[Worker]) -> None
         optimizer.step(context_id)
 
 
-class Meets(optim.SGD):
-    """Notices when another step runs at the same time."""
+class Overlapping(optim.SGD):
+    """Records whether another step runs at the same time."""
 
-    meeting = threading.Barrier(2)
-    met = False
+    both_step = threading.Barrier(2)
+    overlapped = False
 
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         try:
-            Meets.meeting.wait(0.1)
-            Meets.met = True
+            Overlapping.both_step.wait(0.1)
+            Overlapping.overlapped = True
         except threading.BrokenBarrierError:
-            Meets.meeting.reset()
+            Overlapping.both_step.reset()
         super().step(closure)
 
 
-@pytest.mark.parametrize(("kind", "steps", "trainers"), [(Meets, 1, 3), (optim.SGD, 10, 6)])
+@pytest.mark.parametrize(("kind", "steps", "trainers"), [(Overlapping, 1, 3), (optim.SGD, 10, 6)])
 def test_trainers_that_share_parameters_take_turns(
     trio: list[Worker], kind: Any, steps: int, trainers: int
 ) -> None:
-    """They add whole numbers: the sum is the same in every order, if none gets lost."""
+    """All steps add whole numbers, so the sum is exact in any order unless a step is lost."""
     weight = rpc.remote("worker1", nn.Parameter, (torch.zeros(64, 64),))
     for worker in trio:
         rpc.rpc_sync(worker.name, remember, (weight,))
 
     def train(number: int) -> None:
-        current.enter(trio[number % 3])
-        mine = WEIGHTS[number % 3]
-        optimizer = DistributedOptimizer(kind, [mine], lr=1.0)
-        for _ in range(steps):
-            with autograd.context() as context_id:
-                loss = rpc.rpc_sync("worker1", total, (mine,))
-                autograd.backward(context_id, [loss * -(number + 1)])
-                optimizer.step(context_id)
+        with acting_as(trio[number % 3]):
+            mine = WEIGHTS[number % 3]
+            optimizer = DistributedOptimizer(kind, [mine], lr=1.0)
+            for _ in range(steps):
+                with autograd.context() as context_id:
+                    loss = rpc.rpc_sync("worker1", total, (mine,))
+                    autograd.backward(context_id, [loss * -(number + 1)])
+                    optimizer.step(context_id)
 
     with ThreadPoolExecutor(trainers) as threads:
         for done in [threads.submit(train, number) for number in range(trainers)]:
             done.result()
     WEIGHTS.clear()
-    assert not Meets.met
+    assert not Overlapping.overlapped
     expected = float(steps * sum(range(1, trainers + 1)))
     assert torch.equal(weight.to_here(), torch.full((64, 64), expected))
+
+
+def test_overlapping_steps_are_recorded() -> None:
+    """The test above relies on this record."""
+    optimizers = [Overlapping([nn.Parameter(torch.ones(1))], lr=1.0) for _ in range(2)]
+    try:
+        with ThreadPoolExecutor(2) as threads:
+            for _ in range(100):  # until both threads step within 0.1 s
+                list(threads.map(lambda optimizer: optimizer.step(), optimizers))
+                if Overlapping.overlapped:
+                    break
+        assert Overlapping.overlapped
+    finally:
+        Overlapping.overlapped = False
 
 
 WEIGHTS: dict[int, rpc.RRef[Tensor]] = {}
@@ -530,7 +548,7 @@ class CannotBeMade(optim.SGD):
         raise LookupError("cannot be made")
 
 
-def test_all_owners_that_fail_are_named(trio: list[Worker]) -> None:
+def test_all_failing_owners_are_named(trio: list[Worker]) -> None:
     remote = Remote()
     with pytest.raises(ZeroDivisionError, match="no step on worker0") as caught:
         remote.train(DistributedOptimizer(Fails, remote.params, lr=0.1), batches(1))
@@ -540,7 +558,7 @@ def test_all_owners_that_fail_are_named(trio: list[Worker]) -> None:
     assert all(f"no step on worker{n}" in cause for n in range(3))
 
 
-def test_one_owner_that_fails_does_not_stop_the_others(trio: list[Worker]) -> None:
+def test_a_failing_owner_does_not_stop_the_others(trio: list[Worker]) -> None:
     remote = Remote()
     before = remote.values()
     with pytest.raises(ZeroDivisionError, match="no step today") as caught:
@@ -550,7 +568,7 @@ def test_one_owner_that_fails_does_not_stop_the_others(trio: list[Worker]) -> No
     assert changed == [True, True, False, False, True, True]
 
 
-def test_bad_arguments_are_told_when_it_is_made(trio: list[Worker]) -> None:
+def test_bad_arguments_are_refused_by_the_constructor(trio: list[Worker]) -> None:
     remote = Remote()
     with pytest.raises(LookupError, match="cannot be made"):
         DistributedOptimizer(CannotBeMade, remote.params)
@@ -566,18 +584,17 @@ def test_bad_arguments_are_told_when_it_is_made(trio: list[Worker]) -> None:
 
 def test_a_lost_owner_is_named() -> None:
     with cluster(3, graceful=False) as workers:
-        token = current.enter(workers[0])
-        remote = Remote()
-        optimizer = DistributedOptimizer(optim.SGD, remote.params, lr=0.1)
-        with autograd.context() as context_id:
-            autograd.backward(context_id, [remote.loss(batches(1)[0])])
-            workers[2].shutdown(graceful=False)
-            with pytest.raises(CallError, match="worker2"):
-                optimizer.step(context_id)
-        current.exit(token)
+        with acting_as(workers[0]):
+            remote = Remote()
+            optimizer = DistributedOptimizer(optim.SGD, remote.params, lr=0.1)
+            with autograd.context() as context_id:
+                autograd.backward(context_id, [remote.loss(batches(1)[0])])
+                workers[2].shutdown(graceful=False)
+                with pytest.raises(CallError, match="worker2"):
+                    optimizer.step(context_id)
 
 
-# -- life
+# -- sending, and hooks
 
 
 def test_an_optimizer_can_be_sent(trio: list[Worker]) -> None:

@@ -1,7 +1,8 @@
-"""Plans that are made ahead: what has changed by the time a pass begins counts."""
+"""Plans that are made before the pass: changes between planning and the pass take effect."""
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -10,12 +11,13 @@ import torch
 from torch import Tensor
 
 from gradwire import autograd, rpc
+from gradwire._core.autograd.boundary import Recv, Send
+from gradwire._core.autograd.context import Context
+from gradwire._core.autograd.plan import Plan, make_roots
+from gradwire._core.autograd.recorder import Recorder
+from gradwire._core.ids import IdSource
 from gradwire.errors import GradwireError
-from gradwire.gradients.context import Context
-from gradwire.gradients.functions import Recv, Send
-from gradwire.gradients.graph import Plan, make_roots
-from gradwire.gradients.recorder import Recorder
-from gradwire.ids import IdSource
+from gradwire.testing import runtime_of
 from gradwire.worker import Worker
 
 WEIGHT = torch.tensor([2.0, 3.0])
@@ -31,11 +33,11 @@ def freeze_weight(frozen: bool) -> None:
 
 
 def weight_gradient(context_id: int) -> list[float] | None:
-    found = autograd.get_gradients(context_id).get(WEIGHT)
-    return None if found is None else found.tolist()
+    gradient = autograd.get_gradients(context_id).get(WEIGHT)
+    return None if gradient is None else gradient.tolist()
 
 
-def planned(context: Context) -> Plan:
+def plan_of(context: Context) -> Plan:
     context.plan_ahead()
     plan = context._plan
     assert plan is not None
@@ -47,21 +49,19 @@ def context() -> Context:
     return Context(1, IdSource(0))
 
 
-def test_calls_are_planned_for_on_both_sides(trio: list[Worker]) -> None:
+def test_both_workers_of_a_call_plan_ahead(trio: list[Worker]) -> None:
     x = torch.ones(2, requires_grad=True)
     with autograd.context() as context_id:
         rpc.rpc_sync("worker1", use_weight, args=(x,))
         for worker in trio[:2]:
-            [context] = [c for c in worker.contexts.all() if c.id == context_id]
+            [context] = [c for c in runtime_of(worker).contexts.all() if c.id == context_id]
             plan = context._plan
             assert plan is not None
             assert len(plan.sends) == 1
 
 
 @pytest.mark.parametrize("frozen", [True, False])
-def test_a_leaf_that_is_frozen_or_not_any_more_when_the_pass_begins(
-    trio: list[Worker], frozen: bool
-) -> None:
+def test_a_leaf_may_be_frozen_or_unfrozen_before_the_pass(trio: list[Worker], frozen: bool) -> None:
     x = torch.ones(2, requires_grad=True)
     freeze_weight(False)
     y = torch.ones(2, requires_grad=True)
@@ -80,7 +80,7 @@ def test_a_leaf_that_is_frozen_or_not_any_more_when_the_pass_begins(
     freeze_weight(False)
 
 
-def test_a_hook_that_comes_after_the_call_sees_the_whole_gradient(trio: list[Worker]) -> None:
+def test_a_hook_registered_after_the_call_sees_the_whole_gradient(trio: list[Worker]) -> None:
     x = torch.ones(2, requires_grad=True)
     SEEN.clear()
     with autograd.context() as context_id:
@@ -92,7 +92,7 @@ def test_a_hook_that_comes_after_the_call_sees_the_whole_gradient(trio: list[Wor
 
 
 @pytest.mark.parametrize("into_grad", [False, True])
-def test_a_leaf_whose_data_was_exchanged_gets_its_gradient(
+def test_a_leaf_whose_data_was_replaced_gets_its_gradient(
     trio: list[Worker], into_grad: bool
 ) -> None:
     x = torch.ones(2, requires_grad=True)
@@ -101,37 +101,48 @@ def test_a_leaf_whose_data_was_exchanged_gets_its_gradient(
         y = rpc.rpc_sync("worker1", torch.mul, args=(x, 2))
         x.data = x.data.double()
         autograd.backward(context_id, [y.sum()])
-        found = x.grad if into_grad else autograd.get_gradients(context_id)[x]
-    assert found is not None
-    assert found.tolist() == [2, 2]
+        gradient = x.grad if into_grad else autograd.get_gradients(context_id)[x]
+    assert gradient is not None
+    assert gradient.tolist() == [2, 2]
 
 
 def test_an_interrupt_while_planning_leaves_no_call_open(
     trio: list[Worker], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     x = torch.ones(2, requires_grad=True)
+    unanswered = rpc.rpc_async("worker1", wait_for_end)
+    assert runtime_of(trio[0]).agent.metrics.open_calls() == 1
+    MAY_END.set()
+    unanswered.wait()
     with autograd.context():
         monkeypatch.setattr(Recorder, "waiting", interrupted_on(trio[0]))
         with pytest.raises(KeyboardInterrupt):
             rpc.rpc_sync("worker1", use_weight, args=(x,))
-    assert trio[0].agent.open_calls() == 0
+    assert runtime_of(trio[0]).agent.metrics.open_calls() == 0
+
+
+MAY_END = threading.Event()
+
+
+def wait_for_end() -> None:
+    assert MAY_END.wait(30)
 
 
 def interrupted_on(worker: Worker) -> Callable[..., None]:
     def waiting(recorder: Recorder, _tags: Any) -> None:
-        if recorder._contexts is worker.contexts:
+        if recorder._contexts is runtime_of(worker).contexts:
             raise KeyboardInterrupt
 
     return waiting
 
 
-def test_why_a_pass_could_not_begin_elsewhere_is_told(
+def test_an_error_at_the_begin_of_a_pass_reaches_the_caller(
     trio: list[Worker], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def refuse() -> Any:
         raise GradwireError("this is why")
 
-    monkeypatch.setattr(trio[1].engine, "groups", refuse)
+    runtime_of(trio[1]).engine.register_leaf_groups(refuse)
     for _ in range(10):
         x = torch.ones(2, requires_grad=True)
         with autograd.context() as context_id:
@@ -150,12 +161,12 @@ def _watch(leaf: Tensor) -> None:
 
 @pytest.mark.parametrize("change", [_freeze, _watch])
 @pytest.mark.parametrize("is_sent", [True, False])
-def test_a_plan_knows_whether_it_holds(
+def test_a_plan_knows_whether_it_still_holds(
     context: Context, change: Callable[[Tensor], Any], is_sent: bool
 ) -> None:
     leaf = torch.ones(2, requires_grad=True)
     context.sends[1] = Send(1, 1, [leaf if is_sent else leaf * 2], None)
-    plan = planned(context)
+    plan = plan_of(context)
     assert plan.still_holds()
     change(leaf)
     assert plan.still_holds() is (change is _watch and not is_sent)
@@ -166,37 +177,37 @@ def test_a_plan_does_not_hold_once_a_frozen_leaf_requires_gradients(context: Con
     leaf = torch.ones(2, requires_grad=True)
     context.sends[1] = Send(1, 1, [leaf, leaf * 2], None)
     leaf.requires_grad_(False)
-    plan = planned(context)
+    plan = plan_of(context)
     assert plan.still_holds()
     leaf.requires_grad_(True)
     assert not plan.still_holds()
 
 
-def test_a_plan_does_not_hold_once_more_has_arrived_of_a_message(context: Context) -> None:
+def test_a_plan_does_not_hold_once_another_tensor_of_a_message_arrives(context: Context) -> None:
     recv = context.recvs[1] = Recv(1, 1)
     recv.take(torch.ones(2, requires_grad=True))
-    plan = planned(context)
+    plan = plan_of(context)
     assert plan.still_holds()
     recv.take(torch.ones(2, requires_grad=True))
     assert not plan.still_holds()
 
 
-def test_a_plan_is_used_once_and_goes_on_where_it_stopped(context: Context) -> None:
+def test_a_plan_is_used_once_and_can_be_extended(context: Context) -> None:
     leaf = torch.ones(2, requires_grad=True)
     context.sends[1] = Send(1, 1, [leaf * 2], None)
-    plan = planned(context)
+    plan = plan_of(context)
     context.sends[2] = Send(2, 1, [leaf * 3], None)
     taken = context.take_plan()
     assert taken is plan
     taken.add(context.sends, {})
     taken.finish(make_roots([leaf.sum()]))
-    [region] = taken.regions  # the leaf joins them
+    [region] = taken.regions  # the leaf joins the three graphs
     assert len(region.sources) == 3
     assert [taken.region_of(send) for send in (1, 2, 3)] == [region, region, None]
     assert context.take_plan() is not plan
 
 
-def test_what_cannot_be_planned_is_left_to_the_pass(context: Context) -> None:
+def test_a_graph_that_cannot_be_planned_ahead_is_left_to_the_pass(context: Context) -> None:
     class Broken(Send):
         def edge(self, _position: int) -> Any:
             raise GradwireError("broken")
@@ -206,40 +217,42 @@ def test_what_cannot_be_planned_is_left_to_the_pass(context: Context) -> None:
     assert context._plan is None
 
 
-@pytest.mark.parametrize("waits", [1, 2, 9])
-def test_large_graphs_are_planned_a_piece_at_a_time(
-    context: Context, monkeypatch: pytest.MonkeyPatch, waits: int
+@pytest.mark.parametrize("more", [1, 2, 9])
+def test_large_graphs_are_planned_in_pieces(
+    context: Context, monkeypatch: pytest.MonkeyPatch, more: int
 ) -> None:
-    monkeypatch.setattr("gradwire.gradients.context._NODES_AHEAD", 10)
+    monkeypatch.setattr("gradwire._core.autograd.context._NODES_AHEAD", 10)
     leaf, other = torch.ones(2, requires_grad=True), torch.ones(2, requires_grad=True)
     x, y = leaf * 1, other * 1
     for _ in range(25):
         x, y = x + 1, y + 1
     context.sends[1] = Send(1, 1, [x], None)
     context.sends[2] = Send(2, 1, [y], None)
-    plan = planned(context)
-    assert len(plan._marked) == 2 + 10
-    for _ in range(waits):
+    plan = plan_of(context)
+    assert len(plan._region_of_node) == 2 + 10
+    for _ in range(more):
         context.plan_ahead()
-    assert len(plan._marked) <= 2 + 10 + 10 * waits
-    assert (len(plan._marked) == 54) == (waits == 9), "all of them, in the end"
+    assert len(plan._region_of_node) <= 2 + 10 + 10 * more
+    assert (len(plan._region_of_node) == 54) == (more == 9), (
+        "the whole graph after nine more pieces"
+    )
     context.sends[3] = Send(3, 1, [x * y], None)
     taken = context.take_plan()
     assert taken is plan
     taken.add(context.sends, {})
     taken.finish([])
     (region,) = taken.regions
-    assert {id(found) for found in region.leaves} == {id(leaf), id(other)}
+    assert {id(planned_leaf) for planned_leaf in region.leaves} == {id(leaf), id(other)}
     assert len(region.sources) == 3
 
 
-def test_a_plan_that_was_made_ahead_may_become_large(
+def test_a_plan_that_was_made_ahead_may_be_extended_without_limit(
     context: Context, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("gradwire.gradients.context._NODES_AHEAD", 10)
+    monkeypatch.setattr("gradwire._core.autograd.context._NODES_AHEAD", 10)
     x = torch.ones(2, requires_grad=True) * 1
     context.sends[1] = Send(1, 1, [x], None)
-    plan = planned(context)
+    plan = plan_of(context)
     for _ in range(20):
         x = x + 1
     taken = context.take_plan()
@@ -248,28 +261,28 @@ def test_a_plan_that_was_made_ahead_may_become_large(
     assert len(taken.regions) == 1
 
 
-def test_a_leaf_may_be_frozen_before_a_plan_has_come_to_it() -> None:
+def test_a_leaf_may_be_frozen_before_a_plan_reaches_it() -> None:
     leaf = torch.ones(2, requires_grad=True)
-    plan = Plan(loose=False)
+    plan = Plan(direct_leaves=False)
     plan.add({1: Send(1, 1, [leaf], None)}, {}, limit=0)
     assert plan.still_holds()
     leaf.requires_grad_(False)
     assert not plan.still_holds()
 
 
-def test_nothing_is_planned_for_a_context_that_was_released(context: Context) -> None:
+def test_a_released_context_plans_nothing(context: Context) -> None:
     context.release()
     context.plan_ahead()
     assert context._plan is None
 
 
-def test_contexts_of_many_messages_are_planned_for_in_the_end(
+def test_the_pass_completes_a_plan_of_many_messages(
     context: Context, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("gradwire.gradients.context._MESSAGES_AHEAD", 2)
+    monkeypatch.setattr("gradwire._core.autograd.context._MESSAGES_AHEAD", 2)
     leaf = torch.ones(2, requires_grad=True)
-    for id in range(1, 5):
-        context.sends[id] = Send(id, 1, [leaf * 2], None)
+    for send_id in range(1, 5):
+        context.sends[send_id] = Send(send_id, 1, [leaf * 2], None)
         context.plan_ahead()
     plan = context.take_plan()
     assert len(plan.sends) == 2
@@ -278,10 +291,10 @@ def test_contexts_of_many_messages_are_planned_for_in_the_end(
     assert len(plan.regions[0].sources) == 4
 
 
-# -- what passes begin with, and what they end with
+# -- the gradients of roots, and the resulting gradients
 
 
-def test_who_keeps_what_a_pass_began_with_has_it_alone(trio: list[Worker]) -> None:
+def test_the_gradients_of_two_roots_share_no_storage(trio: list[Worker]) -> None:
     kept: list[Tensor] = []
     for _ in range(2):
         x = torch.ones(2, requires_grad=True)
@@ -294,7 +307,7 @@ def test_who_keeps_what_a_pass_began_with_has_it_alone(trio: list[Worker]) -> No
     assert second.item() == 1
 
 
-def test_who_changes_what_a_pass_began_with_changes_no_other(trio: list[Worker]) -> None:
+def test_changing_the_gradient_of_a_root_affects_no_other_pass(trio: list[Worker]) -> None:
     for factor in (2, 1):
         x = torch.ones(2, requires_grad=True)
         with autograd.context() as context_id:
@@ -306,7 +319,7 @@ def test_who_changes_what_a_pass_began_with_changes_no_other(trio: list[Worker])
 
 
 @pytest.mark.parametrize("size", [10, 1000, 100_000])
-def test_gradients_that_were_expanded_can_be_changed(trio: list[Worker], size: int) -> None:
+def test_expanded_gradients_can_be_changed_in_place(trio: list[Worker], size: int) -> None:
     x = torch.ones(size, requires_grad=True)
     with autograd.context() as context_id:
         autograd.backward(context_id, [rpc.rpc_sync("worker1", torch.sum, args=(x,))])
@@ -315,8 +328,8 @@ def test_gradients_that_were_expanded_can_be_changed(trio: list[Worker], size: i
     assert gradient.sum().item() == size + 1
 
 
-def test_what_is_wrong_with_a_root_is_said_in_torch_s_order() -> None:
-    """Of a leaf that is no scalar, for one, that it is no scalar."""
+def test_roots_are_checked_in_the_order_of_torch() -> None:
+    """A leaf that is not a scalar is refused because it is not a scalar."""
     with pytest.raises(ValueError, match="requires_grad not set on root"):
         make_roots([torch.ones(2)])
     with pytest.raises(ValueError, match="all roots need to be scalar"):

@@ -1,4 +1,4 @@
-"""A remote module behaves like a module that happens to live elsewhere."""
+"""A remote module behaves like a local module, although it is on another worker."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ import pytest
 import torch
 from torch import Tensor, nn, optim
 
-from gradwire import Options, autograd, current, rpc
+from gradwire import Options, autograd, rpc
 from gradwire.errors import EncodingError, UnknownWorkerError
 from gradwire.nn import RemoteModule
 from gradwire.optim import DistributedOptimizer, changing
-from gradwire.testing import cluster
+from gradwire.testing import acting_as, cluster
 from gradwire.worker import Worker
 from tests.processes import run_group
 
@@ -36,7 +36,7 @@ def training_of(module: rpc.RRef[nn.Module]) -> bool:
     return module.local_value().training
 
 
-# -- where it is
+# -- the worker of a module
 
 
 @pytest.mark.parametrize(
@@ -50,7 +50,7 @@ def training_of(module: rpc.RRef[nn.Module]) -> bool:
         (torch.device("cpu"), "worker0"),
     ],
 )
-def test_the_place_of_a_module(trio: list[Worker], place: Any, worker: str) -> None:
+def test_the_remote_device_chooses_the_worker(trio: list[Worker], place: Any, worker: str) -> None:
     remote = RemoteModule(place, Scale, (2.0,), {"bias": 1.0})
     assert remote.on == remote.get_module_rref().owner_name() == worker
     assert remote.device == "cpu"
@@ -61,20 +61,20 @@ def test_the_place_of_a_module(trio: list[Worker], place: Any, worker: str) -> N
 
 
 @pytest.mark.parametrize("place", ["", "/cpu", "worker1/", "worker1/nowhere", "worker1/cpu/0"])
-def test_bad_places_are_refused(trio: list[Worker], place: str) -> None:
+def test_malformed_remote_devices_are_refused(trio: list[Worker], place: str) -> None:
     with pytest.raises(ValueError, match="write 'worker1', 'worker1/cuda:0'"):
         RemoteModule(place, Scale, (2.0,))
 
 
-def test_unknown_places_and_bad_modules_are_refused(trio: list[Worker]) -> None:
+def test_unknown_workers_and_bad_modules_are_refused(trio: list[Worker]) -> None:
     for place in ("nobody", "rank:9", "rank:one"):
         with pytest.raises(UnknownWorkerError, match="could not find destination"):
             RemoteModule(place, Scale, (2.0,))
-    with pytest.raises(TypeError, match="remote_device is a str, not a int"):
+    with pytest.raises(TypeError, match="remote_device must be a str, not a int"):
         RemoteModule(1, Scale, (2.0,))  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="must be a class of nn"):
         RemoteModule("worker1", dict)  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="but made a Tensor"):
+    with pytest.raises(ValueError, match="but returned a Tensor"):
         RemoteModule("worker1", torch.ones, (2,)).forward()  # type: ignore[arg-type]
     with pytest.raises(TypeError, match="unexpected keyword argument 'colour'"):
         RemoteModule("worker1", Scale, (2.0,), {"colour": "red"}).remote_parameters()
@@ -107,7 +107,7 @@ def test_training_equals_that_of_a_local_module(trio: list[Worker]) -> None:
     assert all(torch.equal(left[key], right[key]) for key in left)
 
 
-def test_parameters_are_given_as_references(trio: list[Worker]) -> None:
+def test_remote_parameters_are_references(trio: list[Worker]) -> None:
     remote = RemoteModule("worker1", Scale, (2.0,), {"bias": 1.0})
     assert [rref.to_here().item() for rref in remote.remote_parameters()] == [2.0, 1.0]
     assert [rref.to_here().item() for rref in remote.remote_parameters(recurse=False)] == [2.0]
@@ -118,10 +118,10 @@ def test_parameters_are_given_as_references(trio: list[Worker]) -> None:
 # -- as part of a local module
 
 
-def test_a_local_module_may_contain_it(trio: list[Worker]) -> None:
+def test_a_local_module_may_contain_a_remote_one(trio: list[Worker]) -> None:
     remote = RemoteModule("worker1", Scale, (2.0,))
     model = nn.Sequential(nn.Linear(2, 2), remote)
-    assert len(list(model.parameters())) == 2, "the local ones"
+    assert len(list(model.parameters())) == 2, "the parameters of the local module"
     assert list(model.modules()) == [model, model[0], remote]
     assert "RemoteModule(worker1/cpu)" in repr(model)
     model.eval()
@@ -131,7 +131,7 @@ def test_a_local_module_may_contain_it(trio: list[Worker]) -> None:
     model.to(torch.float64).to(torch.float32)
 
 
-def test_its_state_is_part_of_the_state_of_the_whole(trio: list[Worker]) -> None:
+def test_a_remote_state_is_part_of_the_state_of_the_model(trio: list[Worker]) -> None:
     def whole(remote: bool) -> nn.Module:
         parts = nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3))
         return nn.Sequential(RemoteModule("worker1", copy.deepcopy, (parts,)) if remote else parts)
@@ -139,20 +139,20 @@ def test_its_state_is_part_of_the_state_of_the_whole(trio: list[Worker]) -> None
     remote, local = whole(True), whole(False)
     saved = local.state_dict()
     assert remote.load_state_dict(saved).missing_keys == []
-    found = remote.state_dict()
-    assert found.keys() == saved.keys()
-    assert all(torch.equal(found[key], saved[key]) for key in found)
-    assert found._metadata["0.1"] == saved._metadata["0.1"]  # type: ignore[attr-defined]
-    assert local.load_state_dict(found).missing_keys == []
-    assert remote.load_state_dict(found).missing_keys == []
+    remote_state = remote.state_dict()
+    assert remote_state.keys() == saved.keys()
+    assert all(torch.equal(remote_state[key], saved[key]) for key in remote_state)
+    assert remote_state._metadata["0.1"] == saved._metadata["0.1"]  # type: ignore[attr-defined]
+    assert local.load_state_dict(remote_state).missing_keys == []
+    assert remote.load_state_dict(remote_state).missing_keys == []
     assert remote[0].load_state_dict(remote[0].state_dict()).missing_keys == []
     remote[0].train()
     remote(torch.rand(4, 2))
-    assert found["0.1.num_batches_tracked"] == 0, "it is a copy"
+    assert remote_state["0.1.num_batches_tracked"] == 0, "it is a copy"
     assert remote.state_dict()["0.1.num_batches_tracked"] == 1
 
 
-def test_a_state_that_does_not_fit_is_refused(trio: list[Worker]) -> None:
+def test_a_state_dict_that_does_not_fit_is_refused(trio: list[Worker]) -> None:
     model = nn.Sequential(RemoteModule("worker1", nn.Linear, (2, 3)))
     weight, bias = torch.ones(3, 2), torch.ones(3)
     with pytest.raises(RuntimeError, match=r"Missing key.*0\.bias"):
@@ -170,8 +170,8 @@ def take_turns() -> None:
         pass
 
 
-class Inside(nn.Linear):
-    """Is loaded while worker1 can change its parameters, wherever it is itself."""
+class Inner(nn.Linear):
+    """Needs worker1 to be able to change parameters while its state is loaded."""
 
     def _load_from_state_dict(self, *args: Any) -> None:
         if rpc.get_worker_info().name != "worker1":
@@ -179,13 +179,13 @@ class Inside(nn.Linear):
         super()._load_from_state_dict(*args)
 
 
-class Around(nn.Module):
-    """Has a module inside that is elsewhere, and had another name for it."""
+class Outer(nn.Module):
+    """Contains a remote module, which had another name in old states."""
 
     def __init__(self, place: str):
         super().__init__()
         self.own = nn.Linear(2, 2)
-        self.inside = RemoteModule(place, Inside, (2, 2))
+        self.inside = RemoteModule(place, Inner, (2, 2))
         self.register_load_state_dict_pre_hook(rename)
 
 
@@ -197,14 +197,13 @@ def rename(_module: nn.Module, state: dict[str, Any], *_: Any) -> None:
 @pytest.mark.parametrize("place", ["worker1", "worker2"])
 def test_a_remote_module_may_contain_another(place: str) -> None:
     with cluster(3, options=Options(rpc_timeout=20)) as workers:
-        token = current.enter(workers[0])
-        try:
-            remote = RemoteModule("worker1", Around, (place,))
+        with acting_as(workers[0]):
+            remote = RemoteModule("worker1", Outer, (place,))
             state = {key: torch.rand_like(value) for key, value in remote.state_dict().items()}
             assert [*state] == ["own.weight", "own.bias", "inside.weight", "inside.bias"]
             assert remote.load_state_dict(state).missing_keys == []
-            found = remote.state_dict()
-            assert all(torch.equal(found[key], state[key]) for key in state)
+            remote_state = remote.state_dict()
+            assert all(torch.equal(remote_state[key], state[key]) for key in state)
 
             renamed = {key.replace("inside.", "old."): -value for key, value in state.items()}
             assert remote.load_state_dict(renamed).missing_keys == []
@@ -217,31 +216,29 @@ def test_a_remote_module_may_contain_another(place: str) -> None:
             assert result.unexpected_keys == ["own.colour", "inside.colour"]
             with pytest.raises(RuntimeError, match=rf"'worker1': .*'{place}'.*\s.*for weight"):
                 remote.load_state_dict({**state, "inside.weight": torch.ones(7, 7)})
-        finally:
-            current.exit(token)
 
 
-def test_what_would_not_reach_the_module_is_refused(trio: list[Worker]) -> None:
+def test_methods_that_cannot_reach_the_module_are_refused(trio: list[Worker]) -> None:
     remote = RemoteModule("worker1", Scale, (2.0,))
     for name in ("parameters", "named_parameters"):
         with pytest.raises(ValueError, match=rf"^{name}\(\).*'worker1': use remote_parameters"):
             getattr(remote, name)()
     for name in ("to", "cuda", "cpu", "float", "double", "half", "bfloat16", "type"):
-        with pytest.raises(ValueError, match="remote_device says where"):
+        with pytest.raises(ValueError, match="remote_device sets where"):
             getattr(remote, name)("cpu")
     for name in ("apply", "add_module", "register_buffer", "register_forward_hook", "buffers"):
-        with pytest.raises(ValueError, match="call on that worker"):
+        with pytest.raises(ValueError, match="call a function on that worker"):
             getattr(remote, name)("x", None)
 
 
-# -- sharing it
+# -- sharing a module
 
 
 def use(remote: RemoteModule, x: Tensor) -> tuple[Tensor, str, bool]:
     return remote(x), remote.on, remote.training
 
 
-def test_it_can_be_sent_to_other_workers(trio: list[Worker]) -> None:
+def test_a_remote_module_can_be_sent_to_other_workers(trio: list[Worker]) -> None:
     remote = RemoteModule("worker1", Scale, (2.0,)).eval()
     x = torch.ones(2, requires_grad=True)
     with autograd.context() as context_id:
@@ -254,13 +251,15 @@ def test_it_can_be_sent_to_other_workers(trio: list[Worker]) -> None:
         pickle.dumps(remote)
 
 
-def test_many_can_share_a_module(trio: list[Worker]) -> None:
+def test_remote_modules_can_share_a_module(trio: list[Worker]) -> None:
     rref = rpc.remote("worker1", Scale, (3.0,))
     first, second = (RemoteModule.init_from_module_rref("worker1/cpu", rref) for _ in range(2))
     assert first(torch.ones(1)) == second(torch.ones(1)) == 3.0
     assert first.module_rref is second.module_rref is rref
     assert second.state_dict()["calls"] == 2
-    assert RemoteModule.init_from_module_rref("worker2", rref).on == "worker1", "where it is"
+    assert RemoteModule.init_from_module_rref("worker2", rref).on == "worker1", (
+        "the worker that has the module"
+    )
 
 
 def linear(seed: int, inputs: int, outputs: int) -> nn.Module:

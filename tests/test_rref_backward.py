@@ -1,4 +1,4 @@
-"""`RRef.backward`: a pass from a value, started wherever the reference is."""
+"""`RRef.backward`: any worker that has an RRef can start a backward pass from its value."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def same(x: Any) -> Any:
     return x
 
 
-def begin_there(loss: rpc.RRef[Tensor], context_id: int) -> None:
+def run_backward(loss: rpc.RRef[Tensor], context_id: int) -> None:
     loss.backward(context_id)
 
 
@@ -46,15 +46,15 @@ def test_a_pass_begins_where_the_value_is(trio: list[Worker], to: str) -> None:
     assert x.grad is None
 
 
-def test_anybody_with_a_reference_can_begin_it(trio: list[Worker]) -> None:
+def test_any_worker_with_a_reference_can_start_a_pass(trio: list[Worker]) -> None:
     x = torch.ones(3, requires_grad=True)
     with autograd.context() as context_id:
         loss = rpc.remote("worker1", total, (x,))
-        rpc.rpc_sync("worker2", begin_there, (loss, context_id))
+        rpc.rpc_sync("worker2", run_backward, (loss, context_id))
         assert autograd.get_gradients(context_id)[x].tolist() == [1.0] * 3
 
 
-def test_what_cannot_be_differentiated_is_refused(trio: list[Worker]) -> None:
+def test_values_that_cannot_be_differentiated_are_refused(trio: list[Worker]) -> None:
     with autograd.context() as context_id:
         for text in (rpc.RRef("text"), rpc.remote("worker1", same, ("text",))):
             with pytest.raises(GradwireError, match=r"contain a tensor for .backward\(\)"):

@@ -1,4 +1,4 @@
-"""Remote references: values stay as long as anybody holds on to them, and no longer."""
+"""RRefs: a value lives exactly as long as there are RRefs to it."""
 
 from __future__ import annotations
 
@@ -18,25 +18,25 @@ from typing import Any, ClassVar
 import pytest
 import torch
 
-from gradwire import current, rpc
+from gradwire import rpc
 from gradwire.compat.rpc import internal
 from gradwire.errors import CallTimeout, EncodingError, GradwireError
-from gradwire.testing import cluster
-from gradwire.testing.workers import transports_named
+from gradwire.testing import acting_as, cluster, runtime_of
+from gradwire.testing.cluster import transports_named
 from gradwire.worker import Worker
 from tests.processes import until
 
 TIMEOUT = 30.0
 
 
-@pytest.fixture(params=["memory", "unix"])
+@pytest.fixture(params=["in_process", "unix"])
 def trio(request: pytest.FixtureRequest) -> Iterator[list[Worker]]:
     with cluster(3, transports=transports_named(request.param)) as workers:
         yield workers
 
 
 class Thing:
-    """A value whose life can be observed."""
+    """A value whose living instances are known to the tests."""
 
     alive: ClassVar[weakref.WeakSet[Thing]] = weakref.WeakSet()
 
@@ -80,7 +80,7 @@ def name_of(rref: rpc.RRef[Thing]) -> str:
 
 def nothing_held(workers: list[Worker]) -> bool:
     gc.collect()
-    return all(not any(worker.refs.debug_info().values()) for worker in workers)
+    return all(not any(runtime_of(worker).rrefs.debug_info().values()) for worker in workers)
 
 
 def no_thing_alive() -> bool:
@@ -88,7 +88,7 @@ def no_thing_alive() -> bool:
     return not names_alive()
 
 
-def test_a_value_is_made_elsewhere_fetched_and_called(trio: list[Worker]) -> None:
+def test_a_remote_value_is_created_fetched_and_called(trio: list[Worker]) -> None:
     rref = trio[0].remote("worker1", Thing, ("bob",))
     assert rref.owner() == trio[1].info
     assert rref.owner_name() == "worker1"
@@ -106,7 +106,7 @@ def test_a_value_is_made_elsewhere_fetched_and_called(trio: list[Worker]) -> Non
     with pytest.raises(GradwireError, match=r"only on its owner, worker 'worker1'.*to_here"):
         rref.local_value()
     del rref
-    until(lambda: nothing_held(trio) and no_thing_alive(), "the value is gone")
+    until(lambda: nothing_held(trio) and no_thing_alive(), "the value is freed")
 
 
 def test_operators_and_containers_are_reached_through_proxies(trio: list[Worker]) -> None:
@@ -125,7 +125,7 @@ def test_operators_and_containers_are_reached_through_proxies(trio: list[Worker]
 
 
 def test_a_proxy_is_an_ordinary_object_itself(trio: list[Worker]) -> None:
-    """What libraries ask any object for is not asked of the value."""
+    """Special methods that libraries ask every object for are not forwarded to the value."""
     numpy = pytest.importorskip("numpy")
     proxy = trio[0].remote("worker1", torch.ones, (2,)).rpc_sync()
     for same in (copy.copy(proxy), inspect.unwrap(proxy), numpy.array(proxy).item()):
@@ -137,19 +137,21 @@ def test_a_proxy_is_an_ordinary_object_itself(trio: list[Worker]) -> None:
         assert not hasattr(proxy, name)
 
 
-def test_own_values_can_be_referred_to(trio: list[Worker]) -> None:
+def test_a_worker_can_refer_to_its_own_values(trio: list[Worker]) -> None:
     thing = Thing("mine")
     rref = trio[0].rref(thing)
     assert rref.is_owner()
     assert rref.local_value() is thing
     assert rref.to_here() is thing
     assert rref.rpc_sync().greet("me") == "mine greets me!"
-    assert trio[0].refs.debug_info()["num_owner_rrefs"] == 0, "kept only for others"
+    assert runtime_of(trio[0]).rrefs.debug_info()["num_owner_rrefs"] == 0, (
+        "an owner alone keeps no entry in the table"
+    )
     assert trio[1].rpc_sync("worker2", name_of, (trio[1].rref(Thing("other")),)) == (
         "other greets you!"
     )
     del rref, thing
-    until(lambda: nothing_held(trio) and no_thing_alive(), "the values are gone")
+    until(lambda: nothing_held(trio) and no_thing_alive(), "the values are freed")
 
 
 def test_remote_to_oneself_gives_the_owners_reference(trio: list[Worker]) -> None:
@@ -158,10 +160,10 @@ def test_remote_to_oneself_gives_the_owners_reference(trio: list[Worker]) -> Non
     assert rref.to_here().name == "home"
     assert rref.local_value() is rref.to_here()
     del rref
-    until(lambda: nothing_held(trio) and no_thing_alive(), "the value is gone")
+    until(lambda: nothing_held(trio) and no_thing_alive(), "the value is freed")
 
 
-def test_a_failed_creation_is_raised_by_whoever_asks_for_the_value(trio: list[Worker]) -> None:
+def test_a_failed_creation_is_raised_where_the_value_is_used(trio: list[Worker]) -> None:
     rref = trio[0].remote("worker1", int, ("not a number",))
     for ask in (rref.to_here, rref.rpc_sync().bit_length, lambda: rref.remote().x().to_here()):
         with pytest.raises(ValueError, match="not a number"):
@@ -189,7 +191,7 @@ def wait_for_start() -> bool:
     return STARTED.wait(TIMEOUT)
 
 
-def test_a_value_is_waited_for_without_holding_up_anybody() -> None:
+def test_waiting_for_a_value_does_not_block_other_calls() -> None:
     STARTED.clear()
     with cluster(2, options=rpc.Options(num_worker_threads=2)) as (a, _):
         slow = a.remote("worker1", wait_for_start)
@@ -213,18 +215,19 @@ def test_references_travel_through_third_workers(trio: list[Worker]) -> None:
     a.rpc_sync("worker2", release_held)
     assert again.to_here().name == "traveller"
     del again
-    until(lambda: nothing_held(trio) and no_thing_alive(), "the value is gone")
+    until(lambda: nothing_held(trio) and no_thing_alive(), "the value is freed")
 
 
-def test_a_reference_comes_home(trio: list[Worker]) -> None:
+def test_a_reference_is_sent_back_to_its_owner(trio: list[Worker]) -> None:
     a = trio[0]
     mine = a.rref(Thing("home"))
     back = a.rpc_sync("worker1", hold, (mine,))
+    assert runtime_of(a).rrefs.debug_info()["num_owner_rrefs"] == 1
     assert back.is_owner()
     assert back.local_value() is mine.local_value()
     a.rpc_sync("worker1", release_held)
     del mine, back
-    until(lambda: nothing_held(trio) and no_thing_alive(), "the value is gone")
+    until(lambda: nothing_held(trio) and no_thing_alive(), "the value is freed")
 
 
 def test_references_inside_values_and_results(trio: list[Worker]) -> None:
@@ -235,7 +238,7 @@ def test_references_inside_values_and_results(trio: list[Worker]) -> None:
     nested = a.remote("worker1", make_reference, ("worker2",))
     assert nested.to_here().to_here().name == "nested"
     del rrefs, nested
-    until(lambda: nothing_held(trio) and no_thing_alive(), "the values are gone")
+    until(lambda: nothing_held(trio) and no_thing_alive(), "the values are freed")
 
 
 def fetch_all(box: dict[str, list[rpc.RRef[torch.Tensor]]]) -> list[torch.Tensor]:
@@ -250,7 +253,7 @@ def test_a_reference_that_could_not_be_sent_is_not_counted(trio: list[Worker]) -
     rref = trio[0].rref(Thing("stays"))
     with pytest.raises(EncodingError, match="argument 1"):
         trio[0].rpc_sync("worker1", hold, (rref, threading.Lock()))
-    assert trio[0].refs.debug_info()["num_forks"] == 0
+    assert runtime_of(trio[0]).rrefs.debug_info()["num_forks"] == 0
 
 
 def name_when_started(rref: rpc.RRef[Thing]) -> str:
@@ -258,7 +261,7 @@ def name_when_started(rref: rpc.RRef[Thing]) -> str:
     return name_of(rref)
 
 
-def test_a_call_that_is_given_up_keeps_its_references_until_it_is_answered(
+def test_a_call_that_timed_out_keeps_its_references_until_it_is_answered(
     trio: list[Worker],
 ) -> None:
     a, b, _ = trio
@@ -269,14 +272,14 @@ def test_a_call_that_is_given_up_keeps_its_references_until_it_is_answered(
         a.rpc_sync("worker1", name_when_started, (rref,), timeout=0.05)
     del rref
     gc.collect()
-    assert a.refs.debug_info()["num_pending_children"] == 1
-    assert b.refs.debug_info()["num_forks"] == 1
+    assert runtime_of(a).rrefs.debug_info()["num_pending_children"] == 1
+    assert runtime_of(b).rrefs.debug_info()["num_forks"] == 1
     STARTED.set()
     until(lambda: nothing_held(trio), "the reference is dropped")
 
 
 class Letter:
-    """Has its reference in bytes when it travels."""
+    """Pickled as bytes that contain an RRef."""
 
     def __init__(self, rref: rpc.RRef[Any]):
         self.rref = rref
@@ -300,23 +303,22 @@ LETTERS: list[Any] = []
 def test_a_reference_in_bytes_is_held_until_they_are_read(trio: list[Worker]) -> None:
     a = trio[0]
     rref = a.remote("worker1", Thing, ("letter",))
-    token = current.enter(a)
-    a.rpc_sync("worker1", repr, (Letter(rref),))
-    current.exit(token)
+    with acting_as(a):
+        a.rpc_sync("worker1", repr, (Letter(rref),))
     del rref
     gc.collect()
-    a.rpc_sync("worker1", int)  # what was to be told has been told before
+    a.rpc_sync("worker1", int)  # an earlier message about the RRef would arrive before this call
     assert a.rpc_sync("worker1", open_letter) == "letter"
-    until(lambda: nothing_held(trio), "the value is gone")
+    until(lambda: nothing_held(trio), "the value is freed")
 
 
-def test_references_are_not_pickled_elsewhere(trio: list[Worker]) -> None:
+def test_references_cannot_be_pickled_outside_of_calls(trio: list[Worker]) -> None:
     rref = trio[0].rref(1)
     with pytest.raises(EncodingError, match="Can not pickle rref in python pickler"):
         pickle.dumps(rref)
 
 
-def test_references_say_what_they_are(trio: list[Worker]) -> None:
+def test_references_have_the_repr_of_torch(trio: list[Worker]) -> None:
     assert repr(trio[2].rref(1)) == "OwnerRRef(GloballyUniqueId(created_on=2, local_id=0))"
     assert repr(trio[0].remote("worker1", max, (1, 2))) == (
         "UserRRef(RRefId = GloballyUniqueId(created_on=0, local_id=0), "
@@ -324,10 +326,10 @@ def test_references_say_what_they_are(trio: list[Worker]) -> None:
     )
 
 
-def test_a_reference_given_up_by_the_owner_is_an_error_not_a_wait(trio: list[Worker]) -> None:
+def test_fetching_a_value_that_the_owner_has_dropped_raises(trio: list[Worker]) -> None:
     rref = trio[0].remote("worker1", Thing, ("gone",))
     assert rref.to_here().name == "gone"
-    trio[1].refs.table.delete_forks_of(0)
+    runtime_of(trio[1]).rrefs.table.delete_forks_of(0)
     with pytest.raises(GradwireError, match="'worker1' has dropped the value"):
         rref.to_here()
 
@@ -358,14 +360,14 @@ SLOTS: dict[int, dict[int, rpc.RRef[Thing]]] = {}
 
 
 @pytest.mark.parametrize("seed", range(25))
-def test_random_programs_lose_nothing_and_keep_nothing(seed: int) -> None:
-    """Workers hand references around at random, several threads at once. A value can always be
-    read while somebody holds it, and is gone when nobody does."""
+def test_random_programs_lose_no_value_and_leak_none(seed: int) -> None:
+    """Several threads make workers exchange RRefs at random. While an RRef exists its value can be
+    read, and afterwards the value is gone."""
     dice = random.Random(seed)
     size = dice.choice([2, 3, 4])
     SLOTS.clear()
-    SLOTS.update({id: {} for id in range(size)})
-    with cluster(size, transports=transports_named(dice.choice(["memory", "unix"]))) as workers:
+    SLOTS.update({worker_id: {} for worker_id in range(size)})
+    with cluster(size, transports=transports_named(dice.choice(["in_process", "unix"]))) as workers:
 
         def play(dice: random.Random) -> None:
             for step in range(30):
@@ -398,46 +400,46 @@ def test_random_programs_lose_nothing_and_keep_nothing(seed: int) -> None:
         for thread in threads:
             thread.join(TIMEOUT)
         assert not errors
-        for id in range(size):
+        for worker_id in range(size):
             for slot in range(4):
-                workers[0].rpc_sync(id, read, (slot,))
+                workers[0].rpc_sync(worker_id, read, (slot,))
         for held in SLOTS.values():
             held.clear()
-        until(lambda: nothing_held(workers) and no_thing_alive(), "all values are gone")
+        until(lambda: nothing_held(workers) and no_thing_alive(), "all values are freed")
 
 
-_gate = threading.Event()
+_go_on = threading.Event()
 
 
-def wait_at_gate(rref: rpc.RRef[Any]) -> str:
-    assert _gate.wait(TIMEOUT)
+def name_when_allowed(rref: rpc.RRef[Any]) -> str:
+    assert _go_on.wait(TIMEOUT)
     return str(rref.local_value().name)
 
 
-def test_a_call_that_several_threads_find_late_lets_go_of_what_it_carries(
+def test_a_call_that_two_threads_time_out_releases_its_references(
     trio: list[Worker],
 ) -> None:
-    """The thread that waits for it and the clock notice at the same time."""
+    """The waiting thread and the timers notice the timeout at the same time."""
     user, owner, _ = trio
     rref = user.remote(owner.info, Thing, args=("shared",))
     rref.to_here()
     interval = sys.getswitchinterval()
     sys.setswitchinterval(1e-6)
-    _gate.clear()
+    _go_on.clear()
     try:
 
         def call_in_vain() -> None:
             for _ in range(10):
                 with pytest.raises(CallTimeout):
-                    user.rpc_sync(owner.info, wait_at_gate, args=(rref,), timeout=0.002)
+                    user.rpc_sync(owner.info, name_when_allowed, args=(rref,), timeout=0.002)
 
         with ThreadPoolExecutor(4) as threads:
             for ending in [threads.submit(call_in_vain) for _ in range(4)]:
                 ending.result()
     finally:
         sys.setswitchinterval(interval)
-        _gate.set()
+        _go_on.set()
     until(
-        lambda: user.refs.debug_info()["num_pending_children"] == 0,
-        "a call that timed out has let its reference go",
+        lambda: runtime_of(user).rrefs.debug_info()["num_pending_children"] == 0,
+        "the calls that timed out have released the reference",
     )

@@ -1,4 +1,4 @@
-"""What comes from a worker and would go back there as it is stays there."""
+"""A gradient that would only pass through this worker stays on the worker that computed it."""
 
 from __future__ import annotations
 
@@ -9,23 +9,23 @@ import pytest
 import torch
 from torch import Tensor
 
-from gradwire import autograd, current, rpc
-from gradwire.gradients.family import NO_CHILD
-from gradwire.gradients.functions import Recv, Send
-from gradwire.gradients.graph import Plan
-from gradwire.gradients.ledger import How, Ledger
-from gradwire.testing import FaultyTransport, cluster
-from gradwire.transport.memory import MemoryNetwork
-from gradwire.wire.messages import Kind
+from gradwire import autograd, rpc
+from gradwire._core.autograd.boundary import Recv, Send
+from gradwire._core.autograd.pass_messages import PassMessage, PassOptions, ShortcutOffer
+from gradwire._core.autograd.pass_state import PassState
+from gradwire._core.autograd.plan import Plan
+from gradwire._core.autograd.termination import NOT_A_CHILD
+from gradwire._core.transport.in_process import InProcessTransport
+from gradwire._core.wire.messages import Kind
+from gradwire.testing import FaultyTransport, acting_as, cluster
 
 
 @pytest.fixture
 def network() -> Iterator[FaultyTransport]:
-    transport = FaultyTransport(MemoryNetwork(), [])
+    transport = FaultyTransport(InProcessTransport(), [])
     with cluster(3, transports=[transport]) as workers:
-        token = current.enter(workers[0])
-        yield transport
-        current.exit(token)
+        with acting_as(workers[0]):
+            yield transport
 
 
 Call = Callable[..., Any]
@@ -39,7 +39,7 @@ def layer(x: Tensor, weight: Tensor) -> Tensor:
     return (x * weight).sin()
 
 
-def as_it_is(x: Tensor) -> Tensor:
+def unchanged(x: Tensor) -> Tensor:
     return x
 
 
@@ -55,7 +55,7 @@ class Leaves:
     def __init__(self) -> None:
         self.x = torch.tensor([0.5, 2.0], requires_grad=True)
         self.weight = torch.tensor([3.0, 0.7], requires_grad=True)
-        #: What hooks were called with.
+        #: The gradients that hooks were called with.
         self.seen: list[list[float]] = []
         self.kept = self.x
 
@@ -74,11 +74,11 @@ def chain_through_two_workers(call: Call, leaves: Leaves) -> Tensor:
     return h
 
 
-def chain_of_nothing(call: Call, leaves: Leaves) -> Tensor:
-    """Straight on both sides."""
+def chain_without_operations(call: Call, leaves: Leaves) -> Tensor:
+    """Tensors are passed through unchanged on both sides."""
     h = call("worker1", layer, (leaves.x, leaves.weight))
     for _ in range(5):
-        h = call("worker1", as_it_is, (h,))
+        h = call("worker1", unchanged, (h,))
     return h
 
 
@@ -88,7 +88,7 @@ def chain_with_a_hook(call: Call, leaves: Leaves) -> Tensor:
     return call("worker1", layer, (h, leaves.weight))
 
 
-def chain_with_something_kept(call: Call, leaves: Leaves) -> Tensor:
+def chain_with_retained_grad(call: Call, leaves: Leaves) -> Tensor:
     h = call("worker1", layer, (leaves.x, leaves.weight))
     h.retain_grad()
     leaves.kept = h
@@ -96,7 +96,7 @@ def chain_with_something_kept(call: Call, leaves: Leaves) -> Tensor:
 
 
 def chain_with_two_results(call: Call, leaves: Leaves) -> Tensor:
-    """Of what came together one goes back as it is."""
+    """One of two tensors received in one message is sent back unchanged."""
     product, total = call("worker1", both, (leaves.x, leaves.weight))
     return call("worker1", layer, (product, leaves.weight)) + total
 
@@ -107,8 +107,8 @@ def chain_that_forks(call: Call, leaves: Leaves) -> Tensor:
     return parts[0] + parts[1] * parts[2]
 
 
-def chain_with_a_loose_thread(call: Call, leaves: Leaves) -> Tensor:
-    """No gradient comes to something that was received and sent on."""
+def chain_with_an_unused_tensor(call: Call, leaves: Leaves) -> Tensor:
+    """A tensor that was received and sent on gets no gradient."""
     unused = call("worker1", layer, (leaves.x, leaves.weight))
     return call("worker1", first, (leaves.x * 3, unused))
 
@@ -120,8 +120,8 @@ def beside_a_factor(x: Tensor) -> tuple[Tensor, Tensor]:
     return x, FACTOR
 
 
-def chain_whose_end_is_known(call: Call, leaves: Leaves) -> Tensor:
-    """That no gradient comes to what goes back is known before the other worker is told."""
+def chain_with_a_known_unused_tensor(call: Call, leaves: Leaves) -> Tensor:
+    """The missing gradient is known before the other worker learns of the pass."""
     h = call("worker1", layer, (leaves.weight, leaves.weight)) * leaves.x
     _, factor = call("worker1", beside_a_factor, (h,))
     return leaves.x * factor
@@ -130,13 +130,13 @@ def chain_whose_end_is_known(call: Call, leaves: Leaves) -> Tensor:
 MESSAGES = {
     chain: 1,
     chain_through_two_workers: None,
-    chain_of_nothing: 1,
+    chain_without_operations: 1,
     chain_with_a_hook: 2,
-    chain_with_something_kept: 2,
+    chain_with_retained_grad: 2,
     chain_with_two_results: None,
     chain_that_forks: None,
-    chain_with_a_loose_thread: None,
-    chain_whose_end_is_known: None,
+    chain_with_an_unused_tensor: None,
+    chain_with_a_known_unused_tensor: None,
 }
 
 
@@ -166,13 +166,13 @@ def test_gradients_that_have_a_history_take_no_shortcuts(network: FaultyTranspor
     (expected,) = torch.autograd.grad(first_order.sum(), here.x)
     with autograd.context() as context_id:
         loss = chain(rpc.rpc_sync, there).sum()
-        (found,) = autograd.grad(context_id, [loss], [there.x], create_graph=True)
-        (second,) = autograd.grad(context_id, [found.sum()], [there.x])
-    assert torch.allclose(found, first_order)
+        (first_gradient,) = autograd.grad(context_id, [loss], [there.x], create_graph=True)
+        (second,) = autograd.grad(context_id, [first_gradient.sum()], [there.x])
+    assert torch.allclose(first_gradient, first_order)
     assert torch.allclose(second, expected)
 
 
-def test_a_second_pass_takes_them_too(network: FaultyTransport) -> None:
+def test_a_second_pass_takes_shortcuts_too(network: FaultyTransport) -> None:
     leaves = Leaves()
     with autograd.context() as context_id:
         loss = chain(rpc.rpc_sync, leaves).sum()
@@ -193,7 +193,7 @@ def parameter(number: int) -> Tensor:
     return PARAMETERS[number]
 
 
-def add_to_what_is_kept(x: Tensor) -> Tensor | None:
+def keep_and_add(x: Tensor) -> Tensor | None:
     KEPT.append(x)
     return KEPT[0] + KEPT[1] if len(KEPT) == 2 else None
 
@@ -205,28 +205,32 @@ def halve_gradients(context_id: int) -> list[list[float]]:
     return [gradients[parameter].tolist() for parameter in PARAMETERS]
 
 
-def test_gradients_that_took_a_shortcut_share_no_memory(network: FaultyTransport) -> None:
-    """Torch gives the inputs of a sum one gradient, and each may be clipped in place."""
+def test_gradients_that_took_a_shortcut_share_no_storage(network: FaultyTransport) -> None:
+    """Torch gives both inputs of a sum the same tensor, and users clip gradients in place."""
     with autograd.context() as context_id:
         for number in range(2):
             received = rpc.rpc_sync("worker1", parameter, args=(number,))
-            total = rpc.rpc_sync("worker1", add_to_what_is_kept, args=(received,))
+            total = rpc.rpc_sync("worker1", keep_and_add, args=(received,))
         KEPT.clear()
         autograd.backward(context_id, [total.sum()])
         halves = rpc.rpc_sync("worker1", halve_gradients, args=(context_id,))
     assert halves == [[0.5] * 3] * 2
 
 
-def test_what_is_just_arriving_takes_no_shortcut() -> None:
+def test_a_message_that_is_still_arriving_takes_no_shortcut() -> None:
     send = Send(1, 0, [torch.ones(2, requires_grad=True) * 1], "")
     recv = Recv(2, 0)
-    arrived = recv.take(torch.ones(2, requires_grad=True))  # the first of two
+    arrived = recv.take(
+        torch.ones(2, requires_grad=True)
+    )  # the first of two tensors of the message
     other = Send(3, 0, [arrived * 2], "")
-    plan = Plan(loose=True)
+    plan = Plan(direct_leaves=True)
     plan.add({send.id: send, other.id: other}, {recv.id: recv})
     plan.finish([])
-    ledger = Ledger(1, 0, How())
-    ledger.open(plan, {0})
-    ledger.take(0, (([], [(2, 1, 1)], [], NO_CHILD, [], []), []), was_told=False)
-    ledger.settle(recv.id, 0, torch.ones(2))
-    assert send.id not in ledger.answers
+    state = PassState(1, 0, PassOptions())
+    state.set_plan(plan, {0})
+    offer = ShortcutOffer(recv.id, 1, send.id)
+    message = PassMessage([], [offer], [], NOT_A_CHILD, [], [])
+    state.receive(0, message, answers_first=False)
+    state.settle(recv.id, 0, torch.ones(2))
+    assert send.id not in state.answers

@@ -1,4 +1,4 @@
-"""A tensor arrives equal, costs no more than it must, and belongs to its receiver."""
+"""Tensors arrive equal, take few bytes on the wire, and belong to the receiver."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from gradwire._core.transport.in_process import InProcessTransport
+from gradwire._core.transport.poller import EpollPoller
+from gradwire._core.transport.unix import UnixTransport
+from gradwire._core.wire.codec import Codec
+from gradwire._core.wire.frames import Frame
+from gradwire._core.wire.tensors import DTYPES, INLINE_BYTES
 from gradwire.errors import EncodingError
-from gradwire.testing.pairs import Background, open_pair, take
-from gradwire.transport.memory import MemoryNetwork
-from gradwire.transport.poller import EpollPoller
-from gradwire.transport.unix import UnixTransport
-from gradwire.wire.frames import Frame
-from gradwire.wire.tensors import DTYPES, INLINE_BYTES
-from gradwire.wire.values import Codec
+from gradwire.testing.connection_pairs import Background, open_pair, take
 
 LARGE = 3 * INLINE_BYTES
 
@@ -34,7 +34,7 @@ def cross(value: Any, codec: Codec | None = None) -> Any:
 
 
 def bits(tensor: Tensor) -> Tensor:
-    """The elements as bytes, so that nan equals nan and every dtype compares."""
+    """Return the elements as bytes, which can be compared for every dtype and for NaN."""
     tensor = tensor.detach().resolve_conj().resolve_neg()
     flat = torch.empty(tensor.nbytes, dtype=torch.uint8)
     if len(flat):
@@ -51,11 +51,11 @@ def assert_same(arrived: Tensor, sent: Tensor) -> None:
 
 
 def bytes_sent(tensor: Tensor) -> int:
-    """What the tensor itself costs, wherever it travels."""
+    """Return how many bytes the elements take, in the payload or in buffers."""
     encoded = Codec().encode(tensor)
     if encoded.buffers:
         return sum(buffer.nbytes for buffer in encoded.buffers)
-    return len(encoded.whole_payload()) - 200  # less than any description takes
+    return len(encoded.whole_payload()) - 200  # 200: less than the size of any description
 
 
 @pytest.mark.filterwarnings("ignore:ComplexHalf")
@@ -98,7 +98,7 @@ def test_a_transposed_tensor_keeps_its_strides() -> None:
         assert cross(tensor).stride() == tensor.stride()
 
 
-def test_a_view_costs_what_it_covers() -> None:
+def test_a_view_sends_only_its_own_elements() -> None:
     base = torch.zeros(1000, 1000)
     assert bytes_sent(base[7]) <= 4000
     assert bytes_sent(base[:, 7]) <= 4000
@@ -141,7 +141,7 @@ def _views(draw: st.DrawFn) -> Tensor:
 
 
 def _span(view: Tensor) -> int:
-    """From the first to the last element in memory, both included."""
+    """Return how many elements the storage has from the first to the last element of the view."""
     if not view.numel():
         return 0
     return 1 + sum((n - 1) * step for n, step in zip(view.shape, view.stride(), strict=True))
@@ -149,7 +149,7 @@ def _span(view: Tensor) -> int:
 
 @settings(max_examples=300, deadline=None)
 @given(st.composite(_views)())
-def test_any_view_arrives_equal_and_costs_no_more_than_it_must(view: Tensor) -> None:
+def test_any_view_arrives_equal_and_sends_no_unneeded_bytes(view: Tensor) -> None:
     assert_same(cross(view), view)
     span = min(view.numel(), _span(view)) if view.nbytes > 1024 else view.numel()
     assert bytes_sent(view) <= view.element_size() * span
@@ -243,7 +243,7 @@ class Tagged(Tensor):
 
 
 @pytest.mark.parametrize("size", [10, LARGE])
-def test_subclasses_of_tensor_stay_what_they_are(size: int) -> None:
+def test_subclasses_of_tensor_keep_their_type(size: int) -> None:
     tensor = torch.ones(size).as_subclass(Tagged)
     tensor.tag = "mine"
     arrived = cross(tensor)
@@ -270,11 +270,12 @@ def test_arrived_tensors_can_be_written_to(size: int) -> None:
     assert bool((sent == 1).all())
 
 
-def test_both_sides_meet_tensors_that_require_gradients_in_the_same_order() -> None:
+def test_both_sides_visit_differentiable_tensors_in_the_same_order() -> None:
     tensors = [torch.ones(size, requires_grad=size != 5) for size in (3, LARGE, 5, LARGE + 1, 0)]
     tensors.insert(2, torch.ones(7, 2).to_sparse().requires_grad_())
     tensors.append(torch.nn.Parameter(torch.ones(9)))
     tensors[-1].group = "slow"
+    tensors[-1].attached = torch.ones(10, requires_grad=True)
     codec = Codec()
     encoded = codec.encode({"a": tensors[:2], "b": (tensors[2], {"c": tensors[3:]})})
     buffers = [buffer.view(torch.uint8) for buffer in encoded.buffers]
@@ -285,10 +286,10 @@ def test_both_sides_meet_tensors_that_require_gradients_in_the_same_order() -> N
         return tensor.detach()
 
     value, _ = codec.decode(encoded.whole_payload(), buffers, arrive)
-    sizes = [3, LARGE, 7, LARGE + 1, 0, 9]
+    sizes = [3, LARGE, 7, LARGE + 1, 0, 9, 10]
     assert [len(tensor) for tensor in encoded.differentiable] == sizes
     assert [len(tensor) for tensor in met] == sizes
-    assert not value["a"][0].requires_grad  # what it was replaced by
+    assert not value["a"][0].requires_grad  # the tensor that `arrive` returned
     assert value["b"][1]["c"][-1].group == "slow"
 
 
@@ -330,7 +331,7 @@ def test_more_than_two_gigabytes_in_one_tensor_arrive() -> None:
         sent = torch.empty(size, dtype=torch.uint8)
         sent[0], sent[size // 2], sent[-1] = 1, 2, 3
         encoded = codec.encode(sent)
-        with Background(lambda: pair.caller.send(Frame(encoded.whole_payload(), encoded.buffers))):
+        with Background(lambda: pair.client.send(Frame(encoded.whole_payload(), encoded.buffers))):
             (frame,) = take(pair.listener, 1)
         arrived, _ = codec.decode(memoryview(frame.head), frame.buffers)
         assert len(arrived) == size
@@ -338,20 +339,20 @@ def test_more_than_two_gigabytes_in_one_tensor_arrive() -> None:
         del arrived, frame
 
 
-def test_plain_values_and_the_tensors_beside_them_arrive_equal() -> None:
+def test_a_marshalled_value_and_its_tensors_arrive_equal() -> None:
     sparse = torch.eye(3).to_sparse().requires_grad_()
     tensors = [
         torch.arange(5.0, requires_grad=True),
         torch.arange(100_000.0),  # travels as a buffer
-        sparse,  # is pickled by itself
+        sparse,  # pickled
         torch.arange(50_000.0).view(250, 200).t().requires_grad_(),
         torch.nn.Parameter(torch.ones(2)),
         torch.empty(0),
         torch.ones(3).expand(2, 3),
     ]
-    said = (1 << 60, [("a", None, True)], {(1, 2)}, {"x": 1.5}, b"bytes")
+    sent_value = (1 << 60, [("a", None, True)], {(1, 2)}, {"x": 1.5}, b"bytes")
     codec = Codec()
-    encoded = codec.encode_plain(said, tensors)
+    encoded = codec.encode_with_tensors(sent_value, tensors)
     met = [tensor for tensor in tensors if tensor.requires_grad]
     assert [id(tensor) for tensor in encoded.differentiable] == [id(tensor) for tensor in met]
     buffers = [buffer.clone().view(-1).view(torch.uint8) for buffer in encoded.buffers]
@@ -362,15 +363,15 @@ def test_plain_values_and_the_tensors_beside_them_arrive_equal() -> None:
         return tensor
 
     (value, got_tensors), _ = codec.decode(encoded.whole_payload(), buffers, arrive)
-    assert value == said
+    assert value == sent_value
     for got, sent in zip([*got_tensors, *arrived], [*tensors, *met], strict=True):
         assert got.requires_grad == sent.requires_grad
         assert torch.equal(got.detach().to_dense(), sent.detach().to_dense())
 
 
-def test_a_value_that_is_not_plain_is_refused() -> None:
+def test_a_value_that_cannot_be_marshalled_is_refused() -> None:
     with pytest.raises(ValueError, match="unmarshallable"):
-        Codec().encode_plain(object(), ())
+        Codec().encode_with_tensors(object(), ())
 
 
 def test_threads_encode_and_decode_at_the_same_time() -> None:
@@ -396,9 +397,9 @@ def test_a_tensor_crosses_a_real_connection() -> None:
         "large": torch.randn(100, 100).t(),
         "sparse": torch.eye(9).to_sparse(),
     }
-    with open_pair(MemoryNetwork(), EpollPoller) as pair:
+    with open_pair(InProcessTransport(), EpollPoller) as pair:
         encoded = codec.encode(value)
-        pair.caller.send(Frame(encoded.whole_payload(), encoded.buffers))
+        pair.client.send(Frame(encoded.whole_payload(), encoded.buffers))
         (frame,) = take(pair.listener, 1)
         arrived, _ = codec.decode(frame.head, frame.buffers)
     assert all(torch.equal(arrived[name].to_dense(), value[name].to_dense()) for name in value)

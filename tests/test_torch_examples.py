@@ -17,8 +17,8 @@ ROOT = Path(__file__).parent.parent
 
 @pytest.fixture(scope="module")
 def results() -> Any:
-    """Of all programs, on torch and on gradwire."""
-    ran = subprocess.run(
+    """The output of all programs, on torch and on gradwire."""
+    done = subprocess.run(
         [sys.executable, "-W", "ignore", "-m", "tests.torch_programs"],
         cwd=ROOT,
         capture_output=True,
@@ -26,12 +26,12 @@ def results() -> Any:
         timeout=110,
         check=False,
     )
-    assert ran.returncode == 0, ran.stdout + ran.stderr
-    return json.loads(ran.stdout)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return json.loads(done.stdout)
 
 
 @pytest.mark.parametrize("example", WORKERS)
-def test_the_results_are_those_of_torch(example: str, results: Any) -> None:
+def test_the_output_is_the_same_as_on_torch(example: str, results: Any) -> None:
     ours = results[example]["gradwire"]
     assert isinstance(ours, list), ours
     assert len(ours) >= 3

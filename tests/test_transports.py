@@ -1,4 +1,4 @@
-"""Every transport keeps the promises of `transport.base`; the unix one keeps some more."""
+"""Every transport passes the checks; the unix transport and the pollers have tests of their own."""
 
 from __future__ import annotations
 
@@ -16,12 +16,22 @@ from typing import Any
 import pytest
 import torch
 
+from gradwire._core.transport import registry
+from gradwire._core.transport.base import Connection
+from gradwire._core.transport.in_process import InProcessTransport
+from gradwire._core.transport.poller import EpollPoller, Poller, SelectorPoller
+from gradwire._core.transport.shared_memory import SEGMENT_BYTES, SegmentReceiver, SegmentSender
+from gradwire._core.transport.stream import StreamConnection
+from gradwire._core.transport.tcp import TcpTransport
+from gradwire._core.transport.unix import UnixConnection, UnixTransport
+from gradwire._core.wire.frames import Frame
 from gradwire.errors import ConnectionClosed, SetupError
-from gradwire.testing import transports
-from gradwire.testing.pairs import (
-    CALLER,
+from gradwire.options import DEFAULT_TRANSPORTS, Options
+from gradwire.testing import transport_checks, transports_named
+from gradwire.testing.connection_pairs import (
+    CLIENT,
     LISTENER,
-    PATIENCE,
+    TIMEOUT,
     Background,
     Pair,
     drive,
@@ -30,31 +40,31 @@ from gradwire.testing.pairs import (
     shared_memory,
     take,
 )
-from gradwire.testing.transports import CHECKS, CHECKS_AT_REST, Check, Open, same_bytes
-from gradwire.transport.base import Connection
-from gradwire.transport.memory import MemoryNetwork
-from gradwire.transport.poller import EpollPoller, Poller, SelectorPoller
-from gradwire.transport.segments import SEGMENT_BYTES, SegmentReceiver, SegmentSender
-from gradwire.transport.stream import StreamConnection
-from gradwire.transport.tcp import TcpTransport
-from gradwire.transport.unix import UnixConnection, UnixTransport
-from gradwire.wire.frames import Frame
+from gradwire.testing.transport_checks import (
+    CHECKS,
+    CHECKS_WHILE_DISARMED,
+    Check,
+    OpenPair,
+    same_bytes,
+)
+from gradwire.worker import Worker
+from tests.processes import rendezvous_file
 
 TOKEN = b"the group's secret"
 
 
 @contextlib.contextmanager
 def open_narrow_pair(segment_bytes: int = SEGMENT_BYTES) -> Iterator[Pair]:
-    """With pipes as small as Linux makes them for users who have too many."""
+    """Open a pair with small pipes, such as Linux makes for users that have many pipes."""
     with open_pair(UnixTransport(TOKEN, segment_bytes=segment_bytes), EpollPoller) as pair:
-        for end in (pair.caller, pair.listener):
+        for end in (pair.client, pair.listener):
             assert isinstance(end, UnixConnection)
             fcntl.fcntl(end._pipes.outgoing, fcntl.F_SETPIPE_SZ, 8192)
         yield pair
 
 
-WAYS: dict[str, Open] = {
-    "memory": lambda: open_pair(MemoryNetwork(), EpollPoller),
+PAIRS: dict[str, OpenPair] = {
+    "in_process": lambda: open_pair(InProcessTransport(), EpollPoller),
     "unix": lambda: open_pair(UnixTransport(TOKEN), EpollPoller),
     "unix-narrow": open_narrow_pair,
     "tcp": lambda: open_pair(TcpTransport(TOKEN), EpollPoller),
@@ -62,47 +72,98 @@ WAYS: dict[str, Open] = {
 }
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("name", PAIRS)
 @pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
-def test_every_transport_passes(check: Check, way: str) -> None:
-    check(WAYS[way])
+def test_every_transport_passes(check: Check, name: str) -> None:
+    check(PAIRS[name])
 
 
 @pytest.mark.parametrize(
     "check",
     [
-        transports.check_heads_of_every_size_arrive,
-        transports.check_heads_in_pieces_arrive_whole,
-        transports.check_parts_of_heads_outlive_their_frames,
-        transports.check_buffers_of_every_size_arrive,
-        transports.check_both_directions_and_many_threads_at_once,
-        transports.check_blocked_is_called_at_most_once_for_a_frame,
+        transport_checks.check_heads_of_every_size_arrive,
+        transport_checks.check_heads_in_pieces_arrive_whole,
+        transport_checks.check_views_of_heads_outlive_their_frames,
+        transport_checks.check_buffers_of_every_size_arrive,
+        transport_checks.check_many_threads_send_in_both_directions,
+        transport_checks.check_blocked_is_called_at_most_once_for_a_frame,
     ],
     ids=lambda check: check.__name__,
 )
-def test_all_goes_through_the_pipes_where_no_segments_are_to_be_had(check: Check) -> None:
+def test_without_segments_everything_goes_through_the_pipes(check: Check) -> None:
     check(lambda: open_narrow_pair(segment_bytes=1 << 40))
 
 
-@pytest.mark.parametrize("way", ["memory", "unix", "tcp"])
-@pytest.mark.parametrize("check", CHECKS_AT_REST, ids=lambda check: check.__name__)
-def test_every_transport_passes_at_rest(check: Check, way: str) -> None:
-    check(WAYS[way])
+@pytest.mark.parametrize("name", ["in_process", "unix", "tcp"])
+@pytest.mark.parametrize("check", CHECKS_WHILE_DISARMED, ids=lambda check: check.__name__)
+def test_every_transport_passes_while_disarmed(check: Check, name: str) -> None:
+    check(PAIRS[name])
 
 
-def test_a_thread_that_gives_a_connection_back_may_use_it_meanwhile() -> None:
-    """In the middle of that the garbage collector may run a destructor that makes a call."""
+def test_a_thread_that_releases_a_connection_may_use_it() -> None:
+    """During the release the garbage collector may run a destructor that makes a call."""
     ours, theirs = socket.socketpair()
     ours.setblocking(False)
     connection = StreamConnection(ours, LISTENER, 1 << 20, 5.0)
     with theirs:
         assert connection.begin_reading()
-        with connection._disposing:
+        with connection._release_lock:
             connection.close()
             with pytest.raises(ConnectionClosed):
                 connection.send(Frame(b"late"))
         connection.end_reading()
     assert ours.fileno() < 0
+
+
+# -- the registry
+
+
+def test_an_unknown_transport_is_an_error_that_lists_the_known_ones() -> None:
+    options = Options(transports=["tcp", "pigeon"], init_method="file:///does-not-exist")
+    with pytest.raises(SetupError, match=r"no transport called 'pigeon'.*are unix, tcp$"):
+        Worker("worker", 0, 1, options)
+    with pytest.raises(SetupError, match=r"are unix, tcp, in_process$"):
+        transports_named("pigeon")
+
+
+def test_options_cannot_name_a_transport_that_workers_must_share() -> None:
+    options = Options(transports=["in_process"], init_method="file:///does-not-exist")
+    with pytest.raises(SetupError, match=r"cannot name 'in_process'.*transports=\[...\]"):
+        Worker("worker", 0, 1, options)
+
+
+@pytest.mark.parametrize("transports", [(), "tcp"])
+def test_transports_in_options_are_a_list_of_names(transports: Any) -> None:
+    with pytest.raises(SetupError, match="list of names"):
+        Options(transports=transports)
+
+
+def test_a_system_without_a_transport_uses_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    factory = registry._FACTORIES["unix"]._replace(is_available=False)
+    monkeypatch.setitem(registry._FACTORIES, "unix", factory)
+    settings = registry.TransportSettings(TOKEN)
+    made = registry.make_transports(DEFAULT_TRANSPORTS, settings)
+    assert [transport.name for transport in made] == ["tcp"]
+    with pytest.raises(SetupError, match="none of the transports unix is available"):
+        registry.make_transports(["unix"], settings)
+
+
+def test_a_registered_transport_can_be_named_in_options(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(registry, "_FACTORIES", dict(registry._FACTORIES))
+    made: list[registry.TransportSettings] = []
+
+    def make(settings: registry.TransportSettings) -> TcpTransport:
+        made.append(settings)
+        return TcpTransport(settings.token, settings.host, name="own")
+
+    registry.register("own", registry.TransportFactory(make))
+    with pytest.raises(SetupError, match="already a transport"):
+        registry.register("tcp", registry.TransportFactory(make))
+    with rendezvous_file() as place:
+        options = Options(transports=["own"], init_method=place, token="secret", heartbeat_limit=40)
+        with Worker("a", options=options) as a, Worker("b", options=options):
+            assert a.rpc_sync("b", max, (1, 2)) == 2
+    assert made == [(b"secret", "127.0.0.1", options.max_message_bytes, 40)] * 2
 
 
 # -- pollers
@@ -123,8 +184,8 @@ def test_a_posted_callback_wakes_the_leader(poller: Poller) -> None:
     assert calls == list(range(100))
 
 
-def test_a_reused_descriptor_is_a_new_one(poller: Poller) -> None:
-    """Between two looks of the leader a connection ends, and the next gets its number."""
+def test_a_reused_descriptor_number_is_registered_afresh(poller: Poller) -> None:
+    """Between two polls a connection ends, and a new connection gets its descriptor number."""
     calls: list[str] = []
     for name in ("first", "second"):
         reader, writer = socket.socketpair()
@@ -135,15 +196,15 @@ def test_a_reused_descriptor_is_a_new_one(poller: Poller) -> None:
             poller.add(number, lambda name=name: calls.append(name))  # type: ignore[misc]
             poller.arm(number)
             poller.wake()
-            assert poller.next() is None  # the leader has looked, so the number is registered
+            assert poller.next() is None  # this has registered the number
             if name == "second":
                 writer.send(b"data")
-                drive(poller, lambda: calls, "the event of a descriptor with a used number")
+                drive(poller, lambda: calls, "the event of a descriptor with a reused number")
             poller.remove(number)
     assert calls == ["second"]
 
 
-def test_a_descriptor_closed_while_armed_does_not_hurt_the_leader(poller: Poller) -> None:
+def test_a_descriptor_closed_while_armed_does_not_break_the_poller(poller: Poller) -> None:
     reader, writer = socket.socketpair()
     poller.add(reader.fileno(), lambda: None)
     poller.arm(reader.fileno())
@@ -155,27 +216,27 @@ def test_a_descriptor_closed_while_armed_does_not_hurt_the_leader(poller: Poller
     poller.remove(number)
 
 
-# -- memory
+# -- in_process
 
 
-def test_memory_ends_a_connection_to_a_listener_that_closes_before_it_accepts() -> None:
-    network, poller, accepted = MemoryNetwork(), EpollPoller(), []
+def test_in_process_ends_a_connection_if_the_listener_closes_before_accepting() -> None:
+    network, poller, accepted = InProcessTransport(), EpollPoller(), []
     with contextlib.closing(poller):
         listener = network.listen(LISTENER, poller, accepted.append)
-        caller = network.connect(listener.address.place, CALLER, LISTENER, PATIENCE)
+        client = network.connect(listener.address.place, CLIENT, LISTENER, TIMEOUT)
         listener.close()
         callback = poller.next()
         assert callback is not None
         callback()
         assert accepted == []
         with pytest.raises(ConnectionClosed):
-            caller.receive()
+            client.receive()
 
 
 # -- tcp
 
 
-def test_tcp_says_what_to_do_when_it_cannot_listen_there() -> None:
+def test_tcp_explains_a_host_it_cannot_listen_on() -> None:
     with (
         contextlib.closing(EpollPoller()) as poller,
         pytest.raises(SetupError, match="GRADWIRE_HOST"),
@@ -183,14 +244,14 @@ def test_tcp_says_what_to_do_when_it_cannot_listen_there() -> None:
         TcpTransport(TOKEN, host="192.0.2.1").listen(LISTENER, poller, lambda _: None)
 
 
-def test_what_stays_in_the_machine_is_not_paced() -> None:
+def test_tcp_within_the_machine_is_not_paced() -> None:
     try:
         with socket.socket() as sock:
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, b"reno")
     except (AttributeError, OSError):
-        pytest.skip("the system cannot be told")
-    with WAYS["tcp"]() as pair:
-        for end in (pair.caller, pair.listener):
+        pytest.skip("this system does not let programs choose the congestion control")
+    with PAIRS["tcp"]() as pair:
+        for end in (pair.client, pair.listener):
             assert isinstance(end, StreamConnection)
             assert isinstance(end._stream, socket.socket)
             control = end._stream.getsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, 16)
@@ -201,7 +262,7 @@ def test_what_stays_in_the_machine_is_not_paced() -> None:
 
 
 def _mapped_at(address: int) -> str:
-    """What the memory at an address is a mapping of."""
+    """Return the name of the mapping at an address, as the system shows it."""
     with open("/proc/self/maps") as maps:
         for line in maps:
             fields = line.split()
@@ -213,88 +274,88 @@ def _mapped_at(address: int) -> str:
 
 @pytest.fixture
 def unix() -> Iterator[Pair]:
-    with WAYS["unix"]() as pair:
+    with PAIRS["unix"]() as pair:
         yield pair
 
 
-def _pass(pair: Pair, tensor: torch.Tensor) -> torch.Tensor:
-    with Background(lambda: pair.caller.send(Frame(b"", [tensor]))):
+def _send(pair: Pair, tensor: torch.Tensor) -> torch.Tensor:
+    with Background(lambda: pair.client.send(Frame(b"", [tensor]))):
         return take(pair.listener, 1)[0].buffers[0]
 
 
 def test_unix_maps_a_large_tensor_and_copies_a_small_one(unix: Pair) -> None:
-    large, small = _pass(unix, torch.arange(10_000)), _pass(unix, torch.arange(10))
+    large, small = _send(unix, torch.arange(10_000)), _send(unix, torch.arange(10))
     assert "memfd:gradwire" in _mapped_at(large.data_ptr())
     assert "memfd:gradwire" not in _mapped_at(small.data_ptr())
 
 
 def test_unix_recycles_a_segment_when_the_receivers_tensor_dies(unix: Pair) -> None:
-    first = _pass(unix, torch.full((10_000,), 1))
+    first = _send(unix, torch.full((10_000,), 1))
     view = first[8:].view(torch.int64)  # a view keeps the memory as well
     used = first.data_ptr()
     del first
-    second = _pass(unix, torch.full((10_000,), 2))
+    second = _send(unix, torch.full((10_000,), 2))
     assert second.data_ptr() != used
     assert bool((view == 1).all())
     del view
-    third = _pass(unix, torch.full((10_000,), 3))
+    third = _send(unix, torch.full((10_000,), 3))
     assert third.data_ptr() == used
     assert len(shared_memory()) == 2
 
 
-def test_unix_copies_much_in_pieces(unix: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("gradwire.transport.segments._MUCH", 1 << 16)
-    monkeypatch.setattr("gradwire.transport.segments._PIECE", 1 << 12)
+def test_unix_copies_large_tensors_in_pieces(unix: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("gradwire._core.transport.memcopy._TWO_THREADS_BYTES", 1 << 16)
+    monkeypatch.setattr("gradwire._core.transport.memcopy._PIECE_BYTES", 1 << 12)
     sent = torch.randint(256, (1_000_003,), dtype=torch.uint8)
-    unix.caller.send(Frame(b"", [sent]))
+    unix.client.send(Frame(b"", [sent]))
     assert same_bytes(take(unix.listener, 1)[0].buffers[0], sent)
 
 
-def test_unix_forgets_trimmed_segments_on_both_sides(unix: Pair) -> None:
-    kept, gone = _pass(unix, torch.arange(10_000)), _pass(unix, torch.arange(10_000))
+def test_unix_frees_retired_segments_on_both_sides(unix: Pair) -> None:
+    kept, gone = _send(unix, torch.arange(10_000)), _send(unix, torch.arange(10_000))
     del gone
-    unix.caller.trim()  # notes that one is free
+    unix.client.trim()  # marks the free segment as idle
     assert len(shared_memory()) == 2
-    unix.caller.trim()
-    unix.caller.send(Frame(b"after"))
+    unix.client.trim()
+    unix.client.send(Frame(b"after"))
     assert [bytes(frame.head) for frame in take(unix.listener, 1)] == [b"after"]
     assert len(shared_memory()) == 1
     assert same_bytes(kept, torch.arange(10_000))
 
 
-def test_unix_tells_of_trimmed_segments_with_the_next_buffers(unix: Pair) -> None:
-    """Where telling at once would block, because the pipe is full."""
-    del_me = _pass(unix, torch.arange(100_000))
-    del del_me
+def test_unix_reports_retired_segments_with_the_next_buffers(unix: Pair) -> None:
+    """If the pipe is full, reporting them at once would block."""
+    first = _send(unix, torch.arange(100_000))
+    del first
 
     def send() -> None:
         for _ in range(20):
-            unix.caller.send(Frame(bytes(30_000)))
+            unix.client.send(Frame(bytes(30_000)))
 
     with Background(send):
         poll = select.poll()
-        poll.register(unix.caller._fd, select.POLLOUT)  # type: ignore[attr-defined]
+        poll.register(unix.client._fd, select.POLLOUT)  # type: ignore[attr-defined]
         while poll.poll(0):
             pass
-        unix.caller.trim()
-        unix.caller.trim()
+        unix.client.trim()
+        unix.client.trim()
         take(unix.listener, 20)
-    kept = _pass(unix, torch.arange(10_000))
+    kept = _send(unix, torch.arange(10_000))
     assert len(shared_memory()) == 1
     assert same_bytes(kept, torch.arange(10_000))
 
 
-def test_unix_sends_through_the_socket_when_there_are_too_many_segments(
+def test_unix_sends_through_the_pipe_when_there_are_too_many_segments(
     unix: Pair, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("gradwire.transport.segments.MAX_SEGMENTS", 3)
+    monkeypatch.setattr("gradwire._core.transport.shared_memory.MAX_SEGMENTS", 3)
     tensors = [torch.full((10_000,), number) for number in range(5)]
-    arrived = [_pass(unix, tensor) for tensor in tensors]
+    arrived = [_send(unix, tensor) for tensor in tensors]
     assert len(shared_memory()) == 3
     assert all(map(same_bytes, arrived, tensors))
 
 
-def test_unix_sender_keeps_nothing_of_a_receiver_that_was_killed() -> None:
+def test_unix_keeps_nothing_of_a_peer_that_was_killed() -> None:
     before, poller, accepted = open_descriptors(), EpollPoller(), list[Connection]()
     listener = UnixTransport(TOKEN).listen(LISTENER, poller, accepted.append)
     child = os.fork()
@@ -305,12 +366,13 @@ def test_unix_sender_keeps_nothing_of_a_receiver_that_was_killed() -> None:
         sender = accepted[0]
         sender.send(Frame(b"", [torch.arange(100_000)]))
         assert take(sender, 1)[0].head == b"I hold it"
+        assert shared_memory()
     finally:
         os.kill(child, signal.SIGKILL)
         os.waitpid(child, 0)
     calls: list[None] = []
     sender.attach(poller, lambda: calls.append(None))
-    drive(poller, lambda: calls, "the notice of the child's death")
+    drive(poller, lambda: calls, "the report of the child's death")
     with pytest.raises(ConnectionClosed):
         sender.receive()
     sender.close()
@@ -322,7 +384,7 @@ def test_unix_sender_keeps_nothing_of_a_receiver_that_was_killed() -> None:
 
 def _hold_a_tensor_until_killed(place: str) -> None:
     try:
-        connection = UnixTransport(TOKEN).connect(place, CALLER, LISTENER, PATIENCE)
+        connection = UnixTransport(TOKEN).connect(place, CLIENT, LISTENER, TIMEOUT)
         held = take(connection, 1)
         connection.send(Frame(b"I hold it"))
         signal.pause()
@@ -333,36 +395,36 @@ def _hold_a_tensor_until_killed(place: str) -> None:
 
 @contextlib.contextmanager
 def forked_child() -> Iterator[None]:
-    """A child that has all that is open here, and closes nothing."""
-    until_the_end, end = os.pipe()
+    """Run a child that keeps copies of all descriptors open until the block ends."""
+    read_end, write_end = os.pipe()
     child = os.fork()
     if not child:
-        os.close(end)
-        os.read(until_the_end, 1)
+        os.close(write_end)
+        os.read(read_end, 1)
         os._exit(0)
-    os.close(until_the_end)
+    os.close(read_end)
     try:
         yield
     finally:
-        os.close(end)
+        os.close(write_end)
         os.waitpid(child, 0)
 
 
-@pytest.mark.parametrize("way", ["unix", "tcp"])
+@pytest.mark.parametrize("name", ["unix", "tcp"])
 @pytest.mark.parametrize("listen", [Connection.arm, Connection.disarm])
-def test_a_forked_child_keeps_no_connection_open(
-    way: str, listen: Callable[[Connection], None]
+def test_a_forked_child_does_not_keep_a_connection_open(
+    name: str, listen: Callable[[Connection], None]
 ) -> None:
-    with WAYS[way]() as pair, forked_child():
+    with PAIRS[name]() as pair, forked_child():
         calls: list[None] = []
         pair.listener.attach(pair.poller, lambda: calls.append(None))
-        pair.caller.send(Frame(b"the last one"))
-        pair.caller.close()
-        drive(pair.poller, lambda: calls, "the notice that the other end is closed")
+        pair.client.send(Frame(b"the last one"))
+        pair.client.close()
+        drive(pair.poller, lambda: calls, "the report that the peer has closed")
         assert take(pair.listener, 1)[0].head == b"the last one"
         calls.clear()
         getattr(pair.listener, listen.__name__)()
-        drive(pair.poller, lambda: calls, "the notice that nothing more will come")
+        drive(pair.poller, lambda: calls, "the report that nothing more will come")
         with pytest.raises(ConnectionClosed):
             take(pair.listener, 1)
         with pytest.raises(ConnectionClosed):
@@ -370,47 +432,47 @@ def test_a_forked_child_keeps_no_connection_open(
                 pair.listener.send(Frame(bytes(30_000)))
 
 
-def test_who_sends_to_a_forked_child_alone_is_told() -> None:
-    def send_for_ever() -> None:
+def test_sending_fails_when_only_a_forked_child_keeps_the_pipe_open() -> None:
+    def send_until_closed() -> None:
         with pytest.raises(ConnectionClosed):
             while True:
                 pair.listener.send(Frame(bytes(1000)))
 
-    with WAYS["unix"]() as pair, forked_child(), Background(send_for_ever):
-        pair.caller.close()
+    with PAIRS["unix"]() as pair, forked_child(), Background(send_until_closed):
+        pair.client.close()
 
 
-def test_what_is_sent_right_before_the_end_arrives(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also if there was nothing to read a moment ago."""
+def test_a_frame_sent_right_before_the_close_arrives(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also if the pipe was empty at the previous read."""
 
-    class Late(io.FileIO):
+    class LateFile(io.FileIO):
         def readinto(self, buffer: Any) -> Any:
             count = super().readinto(buffer)
             if count is None:
-                pair.caller.send(Frame(b"the last one"))
-                pair.caller.close()
+                pair.client.send(Frame(b"the last one"))
+                pair.client.close()
             return count
 
-    with WAYS["unix"]() as pair, forked_child():
+    with PAIRS["unix"]() as pair, forked_child():
         assert isinstance(pair.listener, UnixConnection)
         pipes = pair.listener._pipes
-        late = Late(pipes.incoming.fileno(), "rb", closefd=False)
+        late = LateFile(pipes.incoming.fileno(), "rb", closefd=False)
         monkeypatch.setattr(pipes, "incoming", late)
         assert take(pair.listener, 1)[0].head == b"the last one"
         monkeypatch.undo()
 
 
-def test_no_program_that_is_started_gets_a_connection() -> None:
-    with WAYS["unix"]() as pair:
-        for end in (pair.caller, pair.listener):
+def test_started_programs_inherit_no_descriptor() -> None:
+    with PAIRS["unix"]() as pair:
+        for end in (pair.client, pair.listener):
             assert isinstance(end, UnixConnection)
             pipes = end._pipes
             for opened in (pipes.incoming, pipes.outgoing, pipes.sock, end._channel):
                 assert not os.get_inheritable(opened.fileno())
 
 
-def test_a_connection_may_end_while_it_gets_its_poller(monkeypatch: pytest.MonkeyPatch) -> None:
-    with WAYS["unix"]() as pair:
+def test_a_connection_may_be_closed_while_it_is_attached(monkeypatch: pytest.MonkeyPatch) -> None:
+    with PAIRS["unix"]() as pair:
         add = pair.poller.add
 
         def add_and_end(descriptor: int, callback: Callable[[], None]) -> None:
@@ -427,15 +489,15 @@ _SEALED = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 @pytest.mark.parametrize(
     ("seals", "size", "length", "message"),
     [
-        (0, 1 << 16, 100, "take away"),
-        (fcntl.F_SEAL_GROW, 1 << 16, 100, "take away"),
+        (0, 1 << 16, 100, "not sealed"),
+        (fcntl.F_SEAL_GROW, 1 << 16, 100, "not sealed"),
         (_SEALED, 1 << 15, 100, "another size"),
         (_SEALED, 1 << 17, 100, "another size"),
-        (_SEALED, 1 << 16, (1 << 16) - 63, "smaller segment"),
-        (_SEALED, 1 << 16, 0, "smaller segment"),
+        (_SEALED, 1 << 16, (1 << 16) - 63, "in a segment of"),
+        (_SEALED, 1 << 16, 0, "in a segment of"),
     ],
 )
-def test_segments_that_could_crash_the_receiver_are_refused(
+def test_segments_that_could_crash_the_receiver_are_rejected(
     seals: int, size: int, length: int, message: str
 ) -> None:
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -451,7 +513,7 @@ def test_segments_that_could_crash_the_receiver_are_refused(
 
 
 @pytest.mark.parametrize("announcement", [b"", b"short", struct.pack("<QQ", 1, 1 << 16)])
-def test_announcements_without_a_segment_are_refused(announcement: bytes) -> None:
+def test_announcements_without_a_segment_are_rejected(announcement: bytes) -> None:
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     with ours, theirs:
         if announcement:
@@ -462,7 +524,7 @@ def test_announcements_without_a_segment_are_refused(announcement: bytes) -> Non
             SegmentReceiver(ours).get(1, 100)
 
 
-def test_what_is_no_shared_memory_is_refused() -> None:
+def test_a_descriptor_that_is_no_shared_memory_is_rejected() -> None:
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     with ours, theirs:
         socket.send_fds(theirs, [struct.pack("<QQ", 1, 1 << 16)], [theirs.fileno()])
@@ -470,7 +532,7 @@ def test_what_is_no_shared_memory_is_refused() -> None:
             SegmentReceiver(ours).get(1, 100)
 
 
-def test_a_sender_whose_channel_is_gone_says_that_it_has_no_segment() -> None:
+def test_a_sender_with_a_closed_channel_has_no_segment() -> None:
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     with ours:
         theirs.close()

@@ -1,4 +1,4 @@
-"""Workers in processes of their own: how they meet, part, die and freeze."""
+"""Workers in processes of their own: starting, shutting down, dying and freezing."""
 
 from __future__ import annotations
 
@@ -16,8 +16,10 @@ import pytest
 import torch
 
 import gradwire
-from gradwire import current, rpc
-from gradwire.agent.farewell import Farewell
+from gradwire import rpc
+from gradwire._core import current
+from gradwire._core.ids import WorkerInfo
+from gradwire._core.rpc.shutdown_barrier import ShutdownBarrier
 from gradwire.errors import (
     CallError,
     NotInitializedError,
@@ -25,10 +27,9 @@ from gradwire.errors import (
     ShutDownError,
     WorkerLost,
 )
-from gradwire.ids import WorkerInfo
-from gradwire.testing.pairs import open_descriptors
+from gradwire.testing.connection_pairs import open_descriptors
 from gradwire.worker import Worker
-from tests.processes import Process, freeze, group, meeting_place, processes, run_group, until
+from tests.processes import Process, freeze, group, processes, rendezvous_file, run_group, until
 
 TIMEOUT = 30.0
 
@@ -46,7 +47,7 @@ def forever() -> None:
 
 
 def linger() -> None:
-    """What a worker's main program does that only serves."""
+    """Keep the main program of a worker running that only serves calls."""
     threading.Event().wait(TIMEOUT)
 
 
@@ -54,7 +55,7 @@ def whoami() -> str:
     return rpc.get_worker_info().name
 
 
-# -- meeting
+# -- starting
 
 
 def test_workers_of_two_processes_call_each_other() -> None:
@@ -78,7 +79,7 @@ def test_24_processes_call_all_to_all() -> None:
 
 
 def test_init_rpc_works_twice_in_a_process() -> None:
-    with meeting_place() as place:
+    with rendezvous_file() as place:
 
         def worker(rank: int) -> Callable[[], list[str]]:
             def run() -> list[str]:
@@ -98,7 +99,7 @@ def test_init_rpc_works_twice_in_a_process() -> None:
             assert [p.result() for p in started] == [["first1", "second1"], ["first0", "second0"]]
 
 
-def test_torchs_own_option_objects_are_understood() -> None:
+def test_option_objects_of_torch_are_accepted() -> None:
     from torch.distributed.rpc import TensorPipeRpcBackendOptions
 
     theirs = TensorPipeRpcBackendOptions(
@@ -112,13 +113,13 @@ def test_torchs_own_option_objects_are_understood() -> None:
 @pytest.mark.parametrize(
     "option", ["rpc_timeout", "init_timeout", "heartbeat_interval", "heartbeat_limit"]
 )
-def test_what_is_no_time_is_refused(option: str) -> None:
+def test_options_with_invalid_durations_are_refused(option: str) -> None:
     for value in (math.nan, -1):
         with pytest.raises(SetupError, match=r"negative|positive"):
             rpc.Options(**{option: value})
 
 
-def test_a_timeout_that_is_no_time_is_refused(memory_pair: list[Worker]) -> None:
+def test_a_timeout_of_nan_is_refused(memory_pair: list[Worker]) -> None:
     with pytest.raises(SetupError, match="it is nan"):
         memory_pair[0].rpc_sync("worker1", pid, timeout=math.nan)
 
@@ -182,29 +183,29 @@ def test_the_death_of_a_worker_fails_its_calls_at_once() -> None:
 
 
 def running() -> int:
-    """How many calls of `forever` run on this worker."""
+    """Return how many calls of `forever` run on this worker."""
     return sum(
         any(frame.f_code is forever.__code__ for frame in _frames(top))
         for top in sys._current_frames().values()
     )
 
 
-def is_parting() -> bool:
-    """Whether the main program of this worker waits for the others to be done."""
+def is_in_shutdown_barrier() -> bool:
+    """Return whether the main program of this worker waits in the shutdown barrier."""
     main = sys._current_frames()[threading.main_thread().ident or 0]
-    parting = Farewell.wait_for_everybody.__code__
-    return any(frame.f_code is parting for frame in _frames(main))
+    barrier = ShutdownBarrier.wait.__code__
+    return any(frame.f_code is barrier for frame in _frames(main))
 
 
 def _frames(frame: Any) -> list[Any]:
-    found = []
+    frames = []
     while frame is not None:
-        found.append(frame)
+        frames.append(frame)
         frame = frame.f_back
-    return found
+    return frames
 
 
-def test_a_frozen_worker_is_noticed_by_its_silence() -> None:
+def test_a_frozen_worker_is_detected_by_missing_heartbeats() -> None:
     def body(rank: int) -> str | None:
         if rank == 1:
             linger()
@@ -219,7 +220,7 @@ def test_a_frozen_worker_is_noticed_by_its_silence() -> None:
     with group(2, body, shut_down=False, heartbeat_interval=0.1, heartbeat_limit=0.5) as started:
         text = started[0].result()
         started[1].signal(signal.SIGCONT)
-    assert "no sign of life" in text
+    assert "no heartbeat" in text
     assert "'worker1'" in text
 
 
@@ -230,32 +231,34 @@ def busy(seconds: float) -> str:
     return "done"
 
 
-def test_a_busy_worker_is_not_taken_for_a_frozen_one() -> None:
+def test_a_busy_worker_is_not_considered_frozen() -> None:
     def body(rank: int) -> str:
         return str(rpc.rpc_sync(f"worker{1 - rank}", busy, args=(1.2,)))
 
     assert run_group(2, body, heartbeat_interval=0.1, heartbeat_limit=0.6) == ["done", "done"]
 
 
-def test_segments_of_a_killed_worker_do_not_stay() -> None:
+def test_segments_of_a_killed_worker_are_freed() -> None:
     def body(rank: int) -> None:
         if rank == 1:
             linger()
             return
         kept = rpc.rpc_sync("worker1", torch.full, args=((1_000_000,), 7.0))
+        assert maps_a_segment()
         os.kill(rpc.rpc_sync("worker1", pid), signal.SIGKILL)
         with pytest.raises(CallError):
             rpc.rpc_sync("worker1", pid)
-        assert bool((kept == 7).all()), "what was received stays ours"
+        assert bool((kept == 7).all()), "received tensors stay valid"
         rpc.shutdown(graceful=False)
         del kept
-        with open("/proc/self/maps") as maps:
-            assert "memfd:gradwire" not in maps.read()
+        assert not maps_a_segment()
 
-    before = set(os.listdir("/dev/shm"))
+    def maps_a_segment() -> bool:
+        with open("/proc/self/maps") as maps:
+            return "memfd:gradwire" in maps.read()
+
     with group(2, body, shut_down=False) as started:
         started[0].result()
-    assert set(os.listdir("/dev/shm")) == before
 
 
 def test_references_of_a_dead_worker_are_dropped() -> None:
@@ -265,23 +268,23 @@ def test_references_of_a_dead_worker_are_dropped() -> None:
         else:
             mine = rpc.RRef(torch.ones(3))
             rpc.rpc_sync("worker1", keep, args=(mine,))
-            refs = current.worker().refs
-            assert refs.debug_info()["num_forks"] == 1
+            rrefs = current.runtime().rrefs
+            assert rrefs.debug_info()["num_forks"] == 1
             os.kill(rpc.rpc_sync("worker1", pid), signal.SIGKILL)
-            until(lambda: refs.debug_info()["num_forks"] == 0, "the fork is dropped")
+            until(lambda: rrefs.debug_info()["num_forks"] == 0, "the fork is dropped")
             rpc.shutdown(graceful=False)
 
     with group(2, body, shut_down=False) as started:
         started[0].result()
 
 
-def test_the_death_of_a_worker_is_noticed_when_nothing_is_expected_of_it() -> None:
+def test_the_death_of_an_idle_worker_is_detected() -> None:
     def body(rank: int) -> None:
         if rank == 1:
             linger()
             return
         gone = threading.Event()
-        current.worker().agent.on_gone.append(lambda _info: gone.set())
+        current.runtime().agent.on_gone.append(lambda _info: gone.set())
         victim = rpc.rpc_async("worker1", pid).then(lambda f: f.wait()).wait()
         os.kill(victim, signal.SIGKILL)
         assert gone.wait(TIMEOUT)
@@ -291,7 +294,7 @@ def test_the_death_of_a_worker_is_noticed_when_nothing_is_expected_of_it() -> No
         started[0].result()
 
 
-def test_a_forked_child_does_not_give_back_what_its_parent_holds() -> None:
+def test_a_forked_child_does_not_return_segments_of_its_parent() -> None:
     def body(rank: int) -> bool:
         if rank == 1:
             return True
@@ -309,7 +312,7 @@ def test_a_forked_child_does_not_give_back_what_its_parent_holds() -> None:
 
 def test_a_forked_child_has_no_worker_but_may_become_one() -> None:
     def in_child(rref: rpc.RRef[int], place: str) -> list[Any]:
-        found: list[Any] = []
+        answers: list[Any] = []
         for ask in (lambda: rpc.rpc_sync("worker1", echo, args=(1,)), rref.to_here):
             with pytest.raises(NotInitializedError):
                 ask()
@@ -318,23 +321,23 @@ def test_a_forked_child_has_no_worker_but_may_become_one() -> None:
         rpc.init_rpc(
             "alone", rank=0, world_size=1, rpc_backend_options=rpc.Options(init_method=place)
         )
-        found.append(rpc.rpc_sync("alone", echo, args=(5,)))
+        answers.append(rpc.rpc_sync("alone", echo, args=(5,)))
         rpc.shutdown()
-        return found
+        return answers
 
     def body(rank: int) -> Any:
         if rank == 1:
             return None
         rref = rpc.remote("worker1", echo, args=(7,))
         assert rref.to_here() == 7
-        with meeting_place() as place:
-            token = current.enter(current.worker())  # as inside ``with Worker(...)``
+        with rendezvous_file() as place:
+            token = current.enter(current.runtime())  # as inside `with Worker(...)`
             child = Process(lambda: in_child(rref, place))
-            current.exit(token)
-            found = child.result()
+            current.leave(token)
+            answers = child.result()
             child.close()
         assert rref.to_here() == 7
-        return found
+        return answers
 
     assert run_group(2, body)[0] == [5]
 
@@ -350,13 +353,13 @@ def die() -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def test_the_death_of_a_worker_that_has_a_child_is_noticed() -> None:
+def test_the_death_of_a_worker_with_a_child_process_is_detected() -> None:
     def body(rank: int) -> Any:
         if rank == 1:
             linger()
         child = rpc.rpc_sync("worker1", start_a_child)
         try:
-            # Not only when it has been silent for long, and not by a connection nobody serves.
+            # At once, not by missing heartbeats, although the child keeps copies of the sockets.
             with pytest.raises(WorkerLost, match="closed the connection"):
                 rpc.rpc_sync("worker1", die)
             with pytest.raises(WorkerLost, match="refused"):
@@ -376,11 +379,11 @@ def keep(value: Any) -> None:
     KEPT.append(value)
 
 
-# -- parting
+# -- shutting down
 
 
 def chain(hops: int) -> None:
-    """Goes on calling after the caller's main program is done."""
+    """Call on around the group, also after the main program of the caller is done."""
     if hops:
         me = rpc.get_worker_info().id
         rpc.rpc_async(f"worker{(me + 1) % 3}", chain, args=(hops - 1,))
@@ -388,7 +391,7 @@ def chain(hops: int) -> None:
         KEPT.append("arrived")
 
 
-def test_a_graceful_shutdown_waits_for_everybodys_work() -> None:
+def test_a_graceful_shutdown_waits_for_the_work_of_all_workers() -> None:
     def body(rank: int) -> list[Any]:
         if rank == 0:
             rpc.rpc_async("worker1", chain, args=(50,))
@@ -399,7 +402,7 @@ def test_a_graceful_shutdown_waits_for_everybodys_work() -> None:
         assert [p.result() for p in started] == [["arrived"], [], []]
 
 
-def test_a_graceful_shutdown_goes_on_without_the_dead() -> None:
+def test_a_graceful_shutdown_does_not_wait_for_killed_workers() -> None:
     def body(rank: int) -> bool:
         if rank == 1:
             os.kill(os.getpid(), signal.SIGKILL)
@@ -412,7 +415,7 @@ def test_a_graceful_shutdown_goes_on_without_the_dead() -> None:
 
 
 @pytest.mark.parametrize("frozen", [0, 1])
-def test_a_graceful_shutdown_goes_on_without_the_frozen(frozen: int) -> None:
+def test_a_graceful_shutdown_does_not_wait_for_frozen_workers(frozen: int) -> None:
     def body(rank: int) -> bool:
         if rank == frozen:
             os.kill(os.getpid(), signal.SIGSTOP)
@@ -425,19 +428,22 @@ def test_a_graceful_shutdown_goes_on_without_the_frozen(frozen: int) -> None:
             assert started[rank].result()
 
 
-def test_a_graceful_shutdown_waits_for_one_that_was_frozen() -> None:
+def test_a_graceful_shutdown_waits_for_a_resumed_worker() -> None:
     def body(rank: int) -> str:
         if rank == 1:
-            until(lambda: bool(rpc.rpc_sync("worker0", is_parting)), "the other one is done")
+            until(
+                lambda: bool(rpc.rpc_sync("worker0", is_in_shutdown_barrier)),
+                "worker0 waits in the shutdown barrier",
+            )
             for _ in range(1000):
                 rpc.rpc_sync("worker0", echo, args=(1,))
             rpc.shutdown(timeout=TIMEOUT)
             return "all was done"
         gone = threading.Event()
-        current.worker().agent.on_gone.append(lambda _info: gone.set())
+        current.runtime().agent.on_gone.append(lambda _info: gone.set())
         other = rpc.rpc_sync("worker1", pid)
         freeze(other)
-        with pytest.raises(WorkerLost, match="no sign of life"):
+        with pytest.raises(WorkerLost, match="no heartbeat"):
             rpc.rpc_sync("worker1", pid, timeout=TIMEOUT)
         assert gone.wait(TIMEOUT)
         os.kill(other, signal.SIGCONT)
@@ -457,13 +463,13 @@ def test_a_graceful_shutdown_ends_at_its_timeout() -> None:
             rpc.shutdown(timeout=0.5)
         except SetupError as error:
             return str(error)
-        return "nobody was missing"
+        return "no worker was missing"
 
     with group(2, body, shut_down=False) as started:
         assert "the others were not done after 0.5 s" in started[0].result()
 
 
-def test_a_shutdown_without_grace_asks_nobody() -> None:
+def test_a_shutdown_that_is_not_graceful_fails_open_calls() -> None:
     def body(rank: int) -> str:
         if rank == 1:
             future = rpc.rpc_async("worker0", forever)
@@ -483,9 +489,14 @@ def test_shutdown_leaves_no_thread_and_no_descriptor() -> None:
     def body(rank: int) -> None:
         for n in range(3):
             rpc.rpc_sync(f"worker{n}", echo, args=(torch.ones(100_000),))
+        assert len(threading.enumerate()) > 1
+        assert not sockets() <= before
         rpc.shutdown()
         assert threading.enumerate() == [threading.main_thread()]
-        assert {d for d in open_descriptors() if "socket:" in d or "anon_inode:" in d} <= before
+        assert sockets() <= before
+
+    def sockets() -> set[str]:
+        return {d for d in open_descriptors() if "socket:" in d or "anon_inode:" in d}
 
     before = open_descriptors()
     with group(3, body, shut_down=False) as started:
@@ -493,8 +504,8 @@ def test_shutdown_leaves_no_thread_and_no_descriptor() -> None:
             process.result()
 
 
-def test_a_name_that_is_taken_ends_the_meeting_for_all() -> None:
-    with meeting_place() as place:
+def test_a_duplicate_name_ends_the_rendezvous_for_all_workers() -> None:
+    with rendezvous_file() as place:
 
         def join(rank: int) -> str:
             options = rpc.Options(init_method=place)
@@ -509,6 +520,6 @@ def test_a_name_that_is_taken_ends_the_meeting_for_all() -> None:
 @pytest.mark.parametrize(
     ("name", "why"), [("", "non-empty"), ("a b", "must match"), ("a" * 128, "shorter than 128")]
 )
-def test_names_are_checked_where_they_are_given(name: str, why: str) -> None:
+def test_worker_info_checks_the_name(name: str, why: str) -> None:
     with pytest.raises(SetupError, match=why):
         WorkerInfo(name, 0)

@@ -1,8 +1,8 @@
-"""Runs the programs of examples/torch, on torch and on gradwire: python -m tests.torch_programs
+"""Run the programs of examples/torch, on torch and on gradwire: python -m tests.torch_programs
 
-Their workers are forked from this process, which has imported torch and done nothing else: torch's
-own RPC does not work in a process forked from one that has used autograd. Writes as JSON what each
-has written, or the error.
+Prints the output of each program, or its error, as JSON. The workers are forked from this process,
+which only imports torch: torch's RPC does not work in a process forked from one that has used
+autograd.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from gradwire.launch import environment, free_port
 from tests.processes import processes
 
 EXAMPLES = Path(__file__).parent.parent / "examples" / "torch"
-#: How many workers each of them needs.
+#: The number of workers of each program.
 WORKERS = {
     "first_steps": 2,
     "parameter_server": 4,
@@ -37,8 +37,8 @@ WORKERS = {
 }
 
 
-def results_of(example: str, package: str) -> list[str]:
-    """What the workers of an example write, by rank, on the RPC of torch or gradwire."""
+def output_of(example: str, package: str) -> list[str]:
+    """Run an example on torch or gradwire. Return the lines of its workers, by rank."""
     script, size, token = EXAMPLES / f"{example}.py", WORKERS[example], secrets.token_hex(32)
     others_done, working = os.pipe()
     with free_port() as port:
@@ -53,17 +53,17 @@ def results_of(example: str, package: str) -> list[str]:
                 exec(compile(script.read_text(), script, "exec"), program.__dict__)
             assert program.rpc.RRef.__module__.startswith(package)
             os.close(working)
-            if rank == 0:  # hosts the place where the others meet, and leave torch's group
+            if rank == 0:  # it hosts the store, which the others need until they have left
                 os.read(others_done, 1)
             return written.getvalue()
 
         with processes(*(lambda rank=rank: worker(rank) for rank in range(size))) as started:
             os.close(working)
             results, errors = [], []
-            for one in started:
+            for process in started:
                 try:
-                    results.append(one.result())
-                except AssertionError as error:  # which of them was the first is not known here
+                    results.append(process.result())
+                except AssertionError as error:  # collect all: the first failure is not known
                     errors.append(str(error))
             os.close(others_done)
             assert not errors, "\n".join(errors)
@@ -72,19 +72,19 @@ def results_of(example: str, package: str) -> list[str]:
 
 def main() -> None:
     torch.set_num_threads(1)  # a forked process hangs in OpenMP when its parent has used threads
-    # What every worker would import anew: all of torch's RPC, and of gradwire's in its place.
+    # Import the modules that every worker would otherwise import after the fork.
     compat.install()
     compat.uninstall()
     importlib.import_module("torch._dynamo")
-    found: dict[str, dict[str, list[str] | str]] = {}
+    outputs: dict[str, dict[str, list[str] | str]] = {}
     for example in sys.argv[1:] or WORKERS:
-        found[example] = {}
+        outputs[example] = {}
         for package in ("torch", "gradwire"):
             try:
-                found[example][package] = results_of(example, package)
+                outputs[example][package] = output_of(example, package)
             except AssertionError as error:
-                found[example][package] = str(error)
-    print(json.dumps(found))
+                outputs[example][package] = str(error)
+    print(json.dumps(outputs))
 
 
 if __name__ == "__main__":

@@ -1,5 +1,5 @@
-"""A parameter server that waits for the gradients of all trainers before it takes a step: they get
-the new parameters through a future, and no thread of the server is held up meanwhile.
+"""A parameter server that waits for the gradients of all trainers before each step. The trainers
+receive the new parameters through a future, so no thread of the server is blocked.
 
     gradwire run [--torch] -n 3 examples/torch/batched_updates.py [STEPS]
 """
@@ -12,7 +12,7 @@ import torch
 import torch.distributed.rpc as rpc
 from torch import Tensor, nn
 
-STEPS = int(sys.argv[1]) if len(sys.argv) > 1 else 2  # between lines of output
+STEPS = int(sys.argv[1]) if len(sys.argv) > 1 else 2  # how many per line of output
 TRAINERS = 2
 
 
@@ -36,7 +36,7 @@ class Server:
             self.gradients[rank] = gradient
             future = self.updated
             if len(self.gradients) == TRAINERS:
-                # In the order of the trainers: the sum does not depend on who came first.
+                # Add the gradients by rank: the order of their arrival would change the rounding.
                 self.weight.grad = sum(self.gradients[rank] for rank in sorted(self.gradients))
                 self.optimizer.step()
                 self.gradients, self.updated = {}, torch.futures.Future()

@@ -1,5 +1,7 @@
-"""Two trainers with data of their own and the same layers, whose gradients are averaged between
-them; the embedding table that both use is on a server, and a master tells them what to do.
+"""Data-parallel training with a remote embedding table.
+
+Two trainers have the same layers and different data, and average the gradients of the layers. Both
+use an embedding table on a server. A master starts the epochs.
 
     gradwire run [--torch] -n 4 examples/torch/data_parallel.py [STEPS]
 """
@@ -16,12 +18,12 @@ from torch.distributed.nn import RemoteModule
 from torch.distributed.optim import DistributedOptimizer
 from torch.nn.parallel import DistributedDataParallel
 
-STEPS = int(sys.argv[1]) if len(sys.argv) > 1 else 2  # between lines of output
+STEPS = int(sys.argv[1]) if len(sys.argv) > 1 else 2  # how many per line of output
 TRAINERS, WORDS, SIZE = 2, 12, 8
 
 
 class Model(nn.Module):
-    """Rows of the remote table go through local layers."""
+    """Looks up rows in the remote table and applies the local layers."""
 
     def __init__(self, table: RemoteModule) -> None:
         super().__init__()
@@ -42,7 +44,7 @@ class Trainer:
         torch.manual_seed(rank)
         self.model = Model(table)
         self.optimizer = DistributedOptimizer(optim.SGD, self.model.parameter_rrefs(), lr=0.1)
-        # Words that the others do not have: then it does not matter who takes a step first.
+        # Each trainer has words of its own, so the order of the trainers' steps does not matter.
         self.words = torch.randint(WORDS // TRAINERS, (16, 3)) * TRAINERS + rank
         self.labels = torch.randint(2, (16,))
 
@@ -60,7 +62,7 @@ def make_table() -> nn.Module:
     return nn.EmbeddingBag(WORDS, SIZE, mode="sum", sparse=True)
 
 
-def lead() -> None:
+def run_master() -> None:
     table = RemoteModule("server", make_table)
     trainers = [
         rpc.remote(f"trainer{rank}", Trainer, args=(table, rank)) for rank in range(TRAINERS)
@@ -73,9 +75,9 @@ def lead() -> None:
 if __name__ == "__main__":
     rank = int(os.environ["RANK"])
     name = f"trainer{rank}" if rank < TRAINERS else ("server", "master")[rank - TRAINERS]
-    if rank < TRAINERS:  # first: the master calls trainers as soon as they can be called
+    if rank < TRAINERS:  # before init_rpc, because then the master may already call this trainer
         dist.init_process_group("gloo", rank=rank, world_size=TRAINERS)
     rpc.init_rpc(name, rank=rank, world_size=TRAINERS + 2)
     if name == "master":
-        lead()
+        run_master()
     rpc.shutdown()

@@ -1,4 +1,4 @@
-"""Two workers: a value made on the other one, a loss, gradients through the calls, a step.
+"""Two workers: a remote value, a loss, gradients through the calls, and an optimizer step.
 
 gradwire run -n 2 examples/torch/first_steps.py [STEPS]             on torch
 gradwire run --torch -n 2 examples/torch/first_steps.py [STEPS]     the same program on gradwire
@@ -13,7 +13,7 @@ import torch.distributed.rpc as rpc
 from torch import optim
 from torch.distributed.optim import DistributedOptimizer
 
-STEPS = int(sys.argv[1]) if len(sys.argv) > 1 else 1  # between lines of output
+STEPS = int(sys.argv[1]) if len(sys.argv) > 1 else 1  # how many per line of output
 
 
 def make_weight(seed: int) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""A parameter server and three trainers, each with data of its own; they take turns.
+"""A parameter server and three trainers with different data, which take turns.
 
 gradwire run [--torch] -n 4 examples/torch/parameter_server.py [STEPS]
 """
@@ -12,12 +12,12 @@ import torch.distributed.rpc as rpc
 from torch import Tensor, nn, optim
 from torch.distributed.optim import DistributedOptimizer
 
-STEPS = int(sys.argv[1]) if len(sys.argv) > 1 else 5  # between lines of output
+STEPS = int(sys.argv[1]) if len(sys.argv) > 1 else 5  # how many per line of output
 TRAINERS = 3
 
 
 class Server:
-    """Holds the model; trainers run it here."""
+    """Holds the model. The trainers call it."""
 
     def __init__(self) -> None:
         torch.manual_seed(0)

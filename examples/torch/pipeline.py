@@ -1,4 +1,4 @@
-"""A model in two stages on two workers; the batch goes through in parts, so that both have work.
+"""A model in two stages on two workers. Batches are split, so that both stages work in parallel.
 
 gradwire run [--torch] -n 3 examples/torch/pipeline.py [STEPS]
 """
@@ -12,7 +12,7 @@ import torch.distributed.rpc as rpc
 from torch import Tensor, nn, optim
 from torch.distributed.optim import DistributedOptimizer
 
-STEPS = int(sys.argv[1]) if len(sys.argv) > 1 else 1  # between lines of output
+STEPS = int(sys.argv[1]) if len(sys.argv) > 1 else 1  # how many per line of output
 
 
 class Stage(nn.Module):

@@ -1,5 +1,5 @@
-"""An agent learns from observers, each with a world of its own on another worker: they ask it what
-to do, step by step, and report what came of it.
+"""Reinforcement learning: an agent learns from observers on other workers, each with a world of its
+own. In every step, an observer asks the agent for an action and reports the reward.
 
     gradwire run [--torch] -n 3 examples/torch/reinforcement.py [EPISODES]
 """
@@ -11,12 +11,12 @@ import torch
 import torch.distributed.rpc as rpc
 from torch import Tensor, nn
 
-EPISODES = int(sys.argv[1]) if len(sys.argv) > 1 else 1  # between lines of output
+EPISODES = int(sys.argv[1]) if len(sys.argv) > 1 else 1  # how many per line of output
 OBSERVERS, STEPS = 2, 12
 
 
 class World:
-    """A point on a line that drifts; staying near the middle is rewarded."""
+    """A point that drifts on a line. The reward is higher near the middle."""
 
     def __init__(self, seed: int) -> None:
         self.random = torch.Generator().manual_seed(seed)
@@ -46,10 +46,15 @@ class Agent:
         torch.manual_seed(0)
         self.policy = nn.Sequential(nn.Linear(1, 8), nn.Tanh(), nn.Linear(8, 2))
         self.optimizer = torch.optim.Adam(self.policy.parameters(), lr=0.05)
-        self.observers = [rpc.remote(f"worker{id}", Observer) for id in range(1, OBSERVERS + 1)]
+        self.observers = [
+            rpc.remote(f"worker{observer}", Observer) for observer in range(1, OBSERVERS + 1)
+        ]
         self.chances: dict[int, list[Tensor]] = {}
         self.rewards: dict[int, list[float]] = {}
-        self.random = {id: torch.Generator().manual_seed(id) for id in range(1, OBSERVERS + 1)}
+        self.random = {
+            observer: torch.Generator().manual_seed(observer)
+            for observer in range(1, OBSERVERS + 1)
+        }
 
     def decide(self, observer: int, place: Tensor) -> int:
         chances = torch.softmax(self.policy(place), 0)

@@ -1,4 +1,4 @@
-"""A language model whose large embedding and decoder live on a server, its LSTM here.
+"""A language model with its embedding and decoder on a server, and its LSTM on the trainer.
 
 gradwire run [--torch] -n 2 examples/torch/remote_embedding.py [STEPS]
 """
@@ -14,14 +14,14 @@ from torch import Tensor, nn, optim
 from torch.distributed.nn import RemoteModule
 from torch.distributed.optim import DistributedOptimizer
 
-STEPS = int(sys.argv[1]) if len(sys.argv) > 1 else 1  # between lines of output
+STEPS = int(sys.argv[1]) if len(sys.argv) > 1 else 1  # how many per line of output
 WORDS, SIZE = 20, 8
 
-one_at_a_time = threading.Lock()
+seed_lock = threading.Lock()
 
 
 def seeded(kind: type[nn.Module], *args: int) -> nn.Module:
-    with one_at_a_time:  # the server may make both modules at once, with one source of numbers
+    with seed_lock:  # the server may make both modules at the same time
         torch.manual_seed(3)
         return kind(*args)
 

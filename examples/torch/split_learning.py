@@ -1,5 +1,5 @@
-"""Two clinics and a server learn together. Each clinic keeps its images and the first layers, the
-server has the rest and sees neither images nor labels.
+"""Split learning: two clinics train a model with a server. Each clinic keeps its images, its labels
+and the outer layers; the server has the inner layers and sees neither images nor labels.
 
     gradwire run [--torch] -n 3 examples/torch/split_learning.py [STEPS]
 """
@@ -13,12 +13,12 @@ import torch.distributed.rpc as rpc
 from torch import Tensor, nn, optim
 from torch.distributed.optim import DistributedOptimizer
 
-STEPS = int(sys.argv[1]) if len(sys.argv) > 1 else 1  # between lines of output
+STEPS = int(sys.argv[1]) if len(sys.argv) > 1 else 1  # how many per line of output
 CLINICS = 2
 
 
 class Body:
-    """The part of the model that all clinics share."""
+    """The inner layers, which all clinics share."""
 
     def __init__(self) -> None:
         torch.manual_seed(0)
@@ -56,7 +56,9 @@ if __name__ == "__main__":
     rpc.init_rpc(f"worker{rank}", rank=rank, world_size=CLINICS + 1)
     if rank == 0:
         body = rpc.RRef(Body())
-        clinics = [rpc.remote(f"worker{id}", Clinic, args=(body,)) for id in range(1, CLINICS + 1)]
+        clinics = [
+            rpc.remote(f"worker{rank}", Clinic, args=(body,)) for rank in range(1, CLINICS + 1)
+        ]
         for turn in range(4):
             for _ in range(STEPS):
                 losses = [clinic.rpc_sync().train() for clinic in clinics]

@@ -9,11 +9,11 @@ from gradwire._version import __version__
 
 if TYPE_CHECKING:
     from gradwire import autograd, errors, nn, optim, rpc
-    from gradwire.agent.futures import Future
-    from gradwire.config import Options
+    from gradwire._core.ids import WorkerInfo
+    from gradwire._core.rpc.futures import Future
+    from gradwire._core.rref.rref import RRef
     from gradwire.errors import GradwireError
-    from gradwire.ids import WorkerInfo
-    from gradwire.refs.rref import RRef
+    from gradwire.options import Options
     from gradwire.worker import Worker
 
 __all__ = [
@@ -31,15 +31,16 @@ __all__ = [
     "rpc",
 ]
 
-#: Where the public names live. They are imported when first asked for: torch takes more than a
-#: second to import, and the `gradwire` command, which only starts processes, does without it.
-_HOMES = {
-    "Future": "gradwire.agent.futures",
+#: The module that defines each public name. It is imported when the name is first used, because it
+#: imports torch. Importing torch takes more than a second, and the `gradwire` command does not need
+#: it.
+_DEFINED_IN = {
+    "Future": "gradwire._core.rpc.futures",
     "GradwireError": "gradwire.errors",
-    "Options": "gradwire.config",
-    "RRef": "gradwire.refs.rref",
+    "Options": "gradwire.options",
+    "RRef": "gradwire._core.rref.rref",
     "Worker": "gradwire.worker",
-    "WorkerInfo": "gradwire.ids",
+    "WorkerInfo": "gradwire._core.ids",
 }
 _MODULES = ("autograd", "errors", "nn", "optim", "rpc")
 
@@ -47,10 +48,10 @@ _MODULES = ("autograd", "errors", "nn", "optim", "rpc")
 def __getattr__(name: str) -> Any:
     if name in _MODULES:
         return import_module(f"gradwire.{name}")
-    if name not in _HOMES:
+    if name not in _DEFINED_IN:
         raise AttributeError(f"module 'gradwire' has no attribute {name!r}")
-    found = globals()[name] = getattr(import_module(_HOMES[name]), name)
-    return found
+    value = globals()[name] = getattr(import_module(_DEFINED_IN[name]), name)
+    return value
 
 
 def __dir__() -> list[str]:

@@ -1,4 +1,4 @@
-"""``python -m gradwire``: the same as the `gradwire` command."""
+"""``python -m gradwire`` is the same as the `gradwire` command."""
 
 import sys
 

@@ -13,22 +13,24 @@ from typing import Any
 
 from torch import Tensor
 
-from gradwire import current
-from gradwire.config import UNSET_TIMEOUT
-from gradwire.gradients.context import add_up, current_id
-from gradwire.gradients.graph import make_roots
-from gradwire.gradients.ledger import How
+from gradwire._core import current
+from gradwire._core.autograd.context import add_up, current_id
+from gradwire._core.autograd.pass_messages import PassOptions
+from gradwire._core.autograd.plan import make_roots
+from gradwire.options import UNSET_TIMEOUT
 
 __all__ = ["backward", "context", "get_gradients", "grad"]
 
 
 class context:
-    """Record the calls of a block, so that `backward` can go through them; gives the context's id.
+    """Record the calls made in a ``with`` block, so that `backward` can differentiate through them.
+    The block gets the id of the context.
 
-    Gradients are collected in the context, for `get_gradients` and
-    `gradwire.optim.DistributedOptimizer`. With ``into_grad=True`` they go into the ``.grad`` of the
-    leaves instead, on every worker, as those of a local backward do: hooks that run after that,
-    `DistributedDataParallel` inside a worker and ordinary optimizers then work as they are.
+    Gradients are collected in the context, where `get_gradients` and
+    `gradwire.optim.DistributedOptimizer` read them. With ``into_grad=True`` they are added to the
+    ``.grad`` of the leaves instead, on every worker, as in a local backward pass. Then ordinary
+    optimizers work, and so do hooks that run when ``.grad`` has changed, and
+    `DistributedDataParallel` within a worker.
 
         >>> with context() as context_id:      # doctest: +SKIP
         ...     loss = rpc.rpc_sync("worker1", compute_loss, args=(x,))
@@ -41,10 +43,10 @@ class context:
         self._into_grad = into_grad
 
     def __enter__(self) -> int:
-        self._worker = current.worker()
-        self._id = self._worker.contexts.new(self._into_grad).id
+        self._runtime = current.runtime()
+        self._id = self._runtime.contexts.new(self._into_grad).id
         self._token = current_id.set(self._id)
-        self._recording = self._worker.versions.recording()
+        self._recording = self._runtime.versions.recording()
         if self._recording is not None:
             self._recording.__enter__()
         return self._id
@@ -55,9 +57,11 @@ class context:
                 self._recording.__exit__(None, None, None)
             current_id.reset(self._token)
         except ValueError:
-            pass  # it ends elsewhere: with a generator or a task that was never finished
+            # The block belongs to a generator or task that was never finished. Python ends such a
+            # block in another `contextvars` context, where the variable cannot be reset.
+            pass
         finally:
-            self._worker.engine.release(self._id)
+            self._runtime.releases.release(self._id)
 
 
 def backward(
@@ -69,18 +73,19 @@ def backward(
     create_graph: bool = False,
     timeout: float = UNSET_TIMEOUT,
 ) -> None:
-    """Compute the gradients of the roots in every leaf they depend on, on whichever worker it is.
-    They are collected in the context; see `get_gradients`. Those of several passes add up.
+    """Compute the gradients of the roots with respect to every leaf that they depend on, on all
+    workers. Each worker collects the gradients of its leaves in its part of the context (see
+    `get_gradients`). The gradients of several passes in one context are summed.
 
-    With ``create_graph=True`` the gradients can be differentiated again, across workers too.
+    With ``create_graph=True`` the gradients can themselves be differentiated, also across workers.
 
         >>> backward(context_id, [loss])       # doctest: +SKIP
     """
-    worker = current.worker()
-    found = worker.contexts.get(context_id)
-    seconds = worker.agent.timeout(timeout)
-    how = How(retain_graph or create_graph, create_graph, seconds=seconds)
-    worker.engine.run(found, make_roots(roots, grad_tensors), how)
+    runtime = current.runtime()
+    context = runtime.contexts.get(context_id)
+    seconds = runtime.agent.timeout(timeout)
+    options = PassOptions(retain_graph or create_graph, create_graph, seconds=seconds)
+    runtime.engine.run(context, make_roots(roots, grad_tensors), options)
 
 
 def grad(
@@ -94,45 +99,46 @@ def grad(
     *,
     timeout: float = UNSET_TIMEOUT,
 ) -> tuple[Tensor | None, ...]:
-    """The gradients of outputs with regard to tensors of this worker, through calls to others, as
-    `torch.autograd.grad` gives them locally. Nothing is accumulated anywhere.
+    """Return the gradients of `outputs` with respect to `inputs`, which are tensors of this worker.
+    This is `torch.autograd.grad` through calls to other workers. No worker keeps any gradients, in
+    the context or in ``.grad``.
 
         >>> (slope,) = grad(context_id, [loss], [x], create_graph=True)    # doctest: +SKIP
     """
-    worker = current.worker()
-    found = worker.contexts.get(context_id)
-    outputs, inputs = _listed(outputs), _listed(inputs)
+    runtime = current.runtime()
+    context = runtime.contexts.get(context_id)
+    outputs, inputs = _as_list(outputs), _as_list(inputs)
     for tensor in inputs:
         if not tensor.requires_grad:
             raise ValueError("one of the inputs does not require gradients")
-    how = How(
+    options = PassOptions(
         create_graph if retain_graph is None else retain_graph,
         create_graph,
         for_inputs=True,
-        seconds=worker.agent.timeout(timeout),
+        seconds=runtime.agent.timeout(timeout),
     )
-    given = None if grad_outputs is None else _listed(grad_outputs)
-    sums = add_up({}, worker.engine.run(found, make_roots(outputs, given), how, inputs))
+    given = None if grad_outputs is None else _as_list(grad_outputs)
+    sums = add_up({}, runtime.engine.run(context, make_roots(outputs, given), options, inputs))
     result = tuple(sums[id(tensor)][1] if id(tensor) in sums else None for tensor in inputs)
-    if not allow_unused and None in [None if g is None else 0 for g in result]:
+    if not allow_unused and any(gradient is None for gradient in result):
         raise RuntimeError(
-            "one of the inputs was not used to compute the outputs. If that is as it should be, "
-            "say allow_unused=True and get None for it"
+            "one of the inputs was not used to compute the outputs. If that is intended, pass "
+            "allow_unused=True and get None for it"
         )
     return result
 
 
-def _listed(tensors: Any) -> list[Any]:
+def _as_list(tensors: Any) -> list[Any]:
     return [tensors] if isinstance(tensors, Tensor) else list(tensors)
 
 
 def get_gradients(context_id: int) -> dict[Tensor, Tensor]:
-    """The gradients that the passes of a context gave leaves of this worker.
+    """Return the gradients of this worker's leaves, summed over the backward passes of a context.
 
     >>> get_gradients(context_id)[weight]      # doctest: +SKIP
     """
-    worker = current.worker()
-    found = worker.contexts.get(context_id)
-    worker.engine.learn_outcomes(found)
-    gradients: dict[Tensor, Tensor] = found.gradients()
+    runtime = current.runtime()
+    context = runtime.contexts.get(context_id)
+    runtime.engine.learn_outcomes(context)
+    gradients: dict[Tensor, Tensor] = context.gradients()
     return gradients

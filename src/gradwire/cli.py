@@ -1,12 +1,13 @@
 """The `gradwire` command.
 
-gradwire run -n 4 train.py --epochs 3      start four workers on this machine
-gradwire run --torch -n 4 train.py         the same for a program that uses torch's RPC
-gradwire bench rpc                         measure gradwire against torch's RPC
-gradwire bench autograd                    and against its distributed autograd
-gradwire bench programs                    whole programs, on torch and on gradwire
-gradwire bench scale --json scale.json     measure how costs grow
-gradwire plot scale.json --into plots      and draw it
+gradwire run -n 4 train.py --epochs 3         start four workers on this machine
+gradwire run --torch -n 4 train.py            the same for a program that uses torch's RPC
+gradwire bench rpc                            measure gradwire against torch's RPC
+gradwire bench autograd                       ... against torch's distributed autograd
+gradwire bench programs                       measure whole programs on torch and on gradwire
+gradwire bench scale --json scale.json        measure how costs grow
+gradwire bench rpc --against ../checkout      measure against another version of gradwire
+gradwire plot scale.json --into plots         draw what `bench --json` has written
 """
 
 from __future__ import annotations
@@ -21,7 +22,8 @@ from gradwire.bench import plots
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command with these arguments, or those of the process; returns its exit code.
+    """Run the `gradwire` command and return its exit code. Without `arguments`, use the command
+    line of this process.
 
     >>> main(["run", "-n", "2", "train.py"])      # doctest: +SKIP
     0
@@ -33,7 +35,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.action == "plot":
         return plots.main(options.files, options.into)
     return bench.main(
-        options.suite, options.rounds, options.quick, options.json, options.peers, options.only
+        options.suite,
+        options.rounds,
+        options.quick,
+        options.json,
+        options.competitors,
+        options.only,
+        options.against,
     )
 
 
@@ -45,8 +53,8 @@ def _parser() -> argparse.ArgumentParser:
     run = actions.add_parser(
         "run",
         help="start workers on this machine",
-        description="Start N workers of a program on this machine. Each finds its rank in $RANK; "
-        "gradwire.rpc.init_rpc(name) needs to be told nothing else.",
+        description="Start N workers of a program on this machine. Each worker finds its rank in "
+        "$RANK, and gradwire.rpc.init_rpc(name) finds everything else it needs.",
         usage="gradwire run -n N [--torch] [--grace SECONDS] [--] (script.py | -m module) "
         "[arguments...]",
     )
@@ -54,14 +62,14 @@ def _parser() -> argparse.ArgumentParser:
     run.add_argument(
         "--torch",
         action="store_true",
-        help="the program is written for torch.distributed.rpc: put gradwire in its place",
+        help="the program is written for torch.distributed.rpc: run it on gradwire",
     )
     run.add_argument(
         "--grace",
         type=float,
         default=launch.GRACE_SECONDS,
         metavar="SECONDS",
-        help="how long workers may take to end once one has failed (default: %(default)g)",
+        help="once a worker has failed, give the others this long to end (default: %(default)g)",
     )
     run.add_argument("-m", dest="is_module", action="store_true", help="the program is a module")
     run.add_argument("command", nargs=argparse.REMAINDER, help="the program and its arguments")
@@ -69,33 +77,46 @@ def _parser() -> argparse.ArgumentParser:
     measure = actions.add_parser(
         "bench",
         help="measure gradwire against torch",
-        description="Let gradwire and torch do the same in turns, between processes of this "
-        "machine, and compare the times. rpc: calls, and tensors there and back. autograd: "
-        "gradients through calls, and how their cost grows with the number of calls. programs: "
-        "those of examples/torch, in a checkout. scale: how costs grow with sizes, workers, open "
-        "contexts and pending calls.",
+        description="Run the same cases on torch and on gradwire in turns, between processes on "
+        "this machine, and compare the times. rpc: calls, and tensors sent and returned. "
+        "autograd: gradients through calls, and how their cost grows with the number of calls. "
+        "programs: the programs in examples/torch, in a checkout. scale: how costs grow with "
+        "message size, workers, open contexts and pending calls.",
     )
     measure.add_argument("suite", choices=sorted(bench.SUITES))
-    measure.add_argument("--rounds", type=_at_least_one, default=5, metavar="R")
     measure.add_argument(
-        "--only", default="", metavar="WORDS", help="the cases that have these words in their names"
+        "--rounds",
+        type=_at_least_one,
+        default=5,
+        metavar="R",
+        help="turns of each contestant at each case (default: %(default)d)",
     )
     measure.add_argument(
-        "--quick", action="store_true", help="few calls: a trial, not a measurement"
+        "--only", default="", metavar="WORDS", help="only the cases with these words in their names"
     )
     measure.add_argument(
-        "--peers", action="store_true", help="Ray and Monarch take part too, if they are installed"
+        "--quick", action="store_true", help="few calls: tries the cases, does not measure them"
+    )
+    measure.add_argument(
+        "--against",
+        metavar="FOLDER",
+        help="compare with the gradwire in another checkout, in the place of torch (rpc, autograd)",
+    )
+    measure.add_argument(
+        "--competitors", action="store_true", help="measure Ray and Monarch too, if installed"
     )
     measure.add_argument("--json", metavar="FILE", help="write every sample to this file")
 
     draw = actions.add_parser(
         "plot",
         help="draw what bench measured",
-        description="Draw what `gradwire bench --json FILE` has written, as SVG files. The suite "
-        "scale has all that is drawn. It needs matplotlib: gradwire[plots].",
+        description="Draw the samples that `gradwire bench --json FILE` has written, as SVG files. "
+        "The suite scale has everything that can be drawn. Needs matplotlib: gradwire[plots].",
     )
     draw.add_argument("files", nargs="+", metavar="FILE")
-    draw.add_argument("--into", default=".", metavar="FOLDER", help="default: here")
+    draw.add_argument(
+        "--into", default=".", metavar="FOLDER", help="where to put the files (default: here)"
+    )
     return parser
 
 
@@ -106,7 +127,7 @@ def _run(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
     if command[:1] == ["-m"]:
         options.is_module, command = True, command[1:]
     if not command:
-        parser.error("run: say which script to run, or -m and which module")
+        parser.error("run: name the script to run, or -m and the module")
     if options.is_module:
         command = ["-m", *command]
     elif not os.path.exists(command[0]):

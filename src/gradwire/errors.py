@@ -1,46 +1,53 @@
-"""Every error gradwire raises, drawn as a tree.
+"""The errors that gradwire raises.
 
     GradwireError
-    ├── SetupError              joining a group: bad options, rendezvous, names
+    ├── SetupError              a worker cannot start or join: options, rendezvous, names
     │   └── AuthenticationError the peer does not know the group's token
     ├── NotInitializedError     there is no current worker
     ├── EncodingError           a value cannot be sent; the message names the argument
-    ├── UnknownWorkerError      nobody of that name or id is in the group
-    ├── ContextReleased         an autograd context has ended that was to be used
-    └── CallError               a call did not give a result; names the worker and the call
-        ├── CallTimeout         its deadline passed
-        ├── WorkerLost          the worker or the way to it is gone
+    ├── UnknownWorkerError      the group has no worker of that name or id
+    ├── ContextReleased         an autograd context was used after its release
+    └── CallError               a call has no result; names the worker and the call
+        ├── CallTimeout         the deadline of the call passed
+        ├── WorkerLost          the worker died, froze, left or cannot be reached
         ├── ShutDownError       this worker is shutting down
-        └── RemoteError         the remote function raised something that cannot be rebuilt here
+        └── RemoteError         the function raised an exception that cannot be rebuilt here
 
-A function that raises on another worker gives the caller the *original* exception type; its
-``__cause__`` is a `RemoteTraceback`, so the traceback printed here shows the frames there.
+When a function raises on another worker, the caller gets an exception of the *same* type. Its
+``__cause__`` is a `RemoteTraceback`, so that the printed traceback shows the remote frames too.
 
-`CallError.may_have_run` says whether the function may have run before the failure. gradwire never
-runs a user function twice, so a caller may retry freely when it is False.
+`CallError.may_have_run` tells whether the function may have run. gradwire never runs a function
+twice for one call. When `may_have_run` is False, it is safe to call again:
+
+    >>> try:                                                              # doctest: +SKIP
+    ...     rpc.rpc_sync("server", update, args=(gradients,))
+    ... except CallError as error:
+    ...     if error.may_have_run:
+    ...         raise
+    ...     rpc.rpc_sync("backup", update, args=(gradients,))
 """
 
 from __future__ import annotations
 
 
 class GradwireError(RuntimeError):
-    """Base of all errors that gradwire itself raises."""
+    """The base class of the errors that gradwire itself raises."""
 
 
 class SetupError(GradwireError):
-    """A worker could not be set up or could not join its group."""
+    """A worker cannot start or cannot join its group, or it ended before the others were done."""
 
 
 class AuthenticationError(SetupError):
-    """The two ends of a connection do not share the group's token."""
+    """The two sides of a connection do not have the same token."""
 
 
 class NotInitializedError(GradwireError):
-    """A function that needs the current worker was called without one."""
+    """A function that needs a current worker was called, and there is none."""
 
 
 class ContextReleased(GradwireError):
-    """An autograd context was released, and something was still to be done in it."""
+    """An autograd context was used after its release."""
 
 
 class EncodingError(GradwireError, TypeError):
@@ -48,11 +55,15 @@ class EncodingError(GradwireError, TypeError):
 
 
 class UnknownWorkerError(GradwireError):
-    """No worker of that name or id is in the group."""
+    """The group has no worker with the name or id that was given."""
 
 
 class CallError(GradwireError):
-    """A call failed without a result from the function called."""
+    """A call failed, with neither a result nor an exception from the function that was called.
+
+    `worker` is the name of the worker that was called, and `call` is the name of the function.
+    `may_have_run` tells whether the function may have run on that worker.
+    """
 
     def __init__(
         self, message: str, *, worker: str = "", call: str = "", may_have_run: bool = True
@@ -64,23 +75,24 @@ class CallError(GradwireError):
 
 
 class CallTimeout(CallError, TimeoutError):
-    """The call's deadline passed before its answer came."""
+    """The deadline of the call passed before its answer arrived."""
 
 
 class WorkerLost(CallError, ConnectionError):
-    """The worker died, froze, left, or cannot be reached."""
+    """The called worker died, froze, left its group, or cannot be reached."""
 
 
 class ShutDownError(CallError):
-    """The call was still open when this worker shut down."""
+    """This worker, the caller, is shutting down, so the call was not sent or got no answer."""
 
 
 class RemoteError(CallError):
-    """The remote function raised an exception that cannot be rebuilt on this side."""
+    """The called function raised an exception that cannot be rebuilt on the calling worker."""
 
 
 class RemoteTraceback(Exception):
-    """The text of a traceback from another worker; the `__cause__` of what is raised here."""
+    """The traceback from another worker, as text. It is the `__cause__` of the exception that the
+    caller gets."""
 
     def __init__(self, text: str):
         super().__init__(text)
@@ -91,4 +103,4 @@ class RemoteTraceback(Exception):
 
 
 class ConnectionClosed(Exception):
-    """A transport's connection ended. Internal: callers see `WorkerLost`."""
+    """A connection has ended. Only gradwire itself sees this error: calls raise `WorkerLost`."""

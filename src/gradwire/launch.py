@@ -1,11 +1,12 @@
-"""Starting the workers of a group on this machine, and ending them together.
+"""Start the workers of a group on this machine, and end them together.
 
-A worker is a process that learns its place from torchrun's environment variables. It leads a
-process group of its own, is over when that first process is, and what it had started ends with it.
-The first worker that fails ends all others.
+Each worker is a process that gets its rank and the address of the others from torchrun's
+environment variables. Each worker has a process group of its own, so that the processes that it
+starts can be killed when it ends. When a worker fails, all others are ended.
 
-One thread per worker and stream passes lines on, one per worker waits for its end; the main thread
-hears of ends and signals through a queue, and decides.
+For each worker, two threads copy its output line by line, and one thread waits for its end. These
+threads report the end of each worker to the main thread through a queue. Signals go through the
+same queue. The main thread makes all decisions.
 """
 
 from __future__ import annotations
@@ -25,15 +26,16 @@ from queue import Empty, SimpleQueue
 from types import FrameType
 from typing import IO, Any
 
-from gradwire.config import TOKEN_VARIABLE
+from gradwire.options import TOKEN_VARIABLE
 
-#: Seconds between asking a worker to end and killing it.
+#: A worker that was asked to end and still runs after this many seconds is killed.
 GRACE_SECONDS = 10.0
-#: Seconds for output that is still on its way when a worker has ended.
+#: The time in seconds to wait for the last output of a worker that has ended.
 _LAST_OUTPUT_SECONDS = 2.0
-#: A blocked wait does not notice Ctrl-C on Windows, so it must look up from time to time.
+#: The main thread waits at most this long at a time. The time is short on Windows, because Ctrl-C
+#: does not interrupt a waiting thread there.
 _LONGEST_WAIT = 0.5 if sys.platform == "win32" else threading.TIMEOUT_MAX
-#: The signals that end everything; Windows has no SIGHUP.
+#: These signals end the whole group. SIGHUP is left out on Windows, which does not have it.
 _ENDING_SIGNALS = [
     getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name)
 ]
@@ -41,9 +43,9 @@ _KILL = getattr(signal, "SIGKILL", signal.SIGTERM)
 _PR_SET_PDEATHSIG = 1
 
 _HINTS = {
-    "SIGKILL": "killed from outside; often that means the machine ran out of memory",
+    "SIGKILL": "killed from outside; often the machine has run out of memory",
     "SIGSEGV": "a crash in native code; PYTHONFAULTHANDLER=1 shows where",
-    "SIGABRT": "native code gave up; its last words are above",
+    "SIGABRT": "native code aborted; its message is above",
     "SIGTERM": "asked to end from outside",
 }
 
@@ -51,9 +53,10 @@ _HINTS = {
 def run(command: Sequence[str], workers: int, grace: float = GRACE_SECONDS) -> int:
     """Start `workers` processes of a Python program, wait for them and return the exit code.
 
-    `command` is what follows ``python``. Every line they write appears behind ``[worker RANK]``.
-    The exit code is 0 when all succeeded, else that of the first that failed, 128 + N when signal N
-    ended it. Call this on the main thread: it takes over Ctrl-C.
+    `command` holds the arguments of ``python``. Every line of output is prefixed with
+    ``[worker RANK]``. The exit code is 0 if all workers succeeded, else that of the first worker
+    that failed: 128 + N if signal N ended it. Call this on the main thread, because it handles
+    Ctrl-C.
 
         >>> run(["train.py", "--epochs", "3"], workers=2)     # doctest: +SKIP
         [worker 0] epoch 0 ...
@@ -67,22 +70,25 @@ def run(command: Sequence[str], workers: int, grace: float = GRACE_SECONDS) -> i
         token = os.environ.get(TOKEN_VARIABLE) or secrets.token_hex(32)
         for rank in range(workers):
             group.append(_Worker(rank, command, environment(rank, workers, port, token)))
-        # No thread before the last fork.
+        # The threads start after the last fork, because a fork in a process with threads is not
+        # safe.
         for worker in group:
-            worker.follow(events)
+            worker.watch(events)
         return _supervise(group, events, grace)
 
 
 def environment(rank: int, size: int, port: int, token: str) -> dict[str, str]:
-    """What tells a worker on this machine its place: torchrun's variables and the group's token;
-    and its share of the cores, unless somebody has said how many threads torch is to use.
+    """Return the environment variables of a worker on this machine. They are torchrun's variables,
+    the group's token, and OMP_NUM_THREADS. If OMP_NUM_THREADS is not set already, it is the
+    worker's share of the cores.
 
         >>> environment(1, 2, 29500, "secret")["RANK"]
         '1'
     """
     share = max(1, _count_cores() // size)
     return {
-        # Threads of several workers that wait for each other on the same cores are slow.
+        # Each worker gets a share of the cores. With more threads than cores in total, the workers
+        # would slow each other down.
         "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(share)),
         "RANK": str(rank),
         "LOCAL_RANK": str(rank),
@@ -91,13 +97,15 @@ def environment(rank: int, size: int, port: int, token: str) -> dict[str, str]:
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(port),
         TOKEN_VARIABLE: token,
-        # A torchrun around us would have said that it hosts the store; here rank 0 does.
+        # Torchrun sets this variable to "True" for the programs it starts, because it hosts their
+        # store. If this program is one of them, its workers still need "False", because rank 0
+        # hosts their store.
         "TORCHELASTIC_USE_AGENT_STORE": "False",
     }
 
 
 def _count_cores() -> int:
-    """Those this process may use."""
+    """Return the number of cores that this process may use."""
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
@@ -105,10 +113,10 @@ def _count_cores() -> int:
 
 @contextlib.contextmanager
 def free_port() -> Iterator[int]:
-    """A port for the group to meet at.
+    """Reserve a port for the rendezvous of a group.
 
-    It stays bound here but nobody listens, so that rank 0 can listen there and, for as long as the
-    block lasts, the system gives it to nobody else.
+    Within the block, a socket that does not listen is bound to the port. So the system gives the
+    port to no other process, but the worker of rank 0 can listen on the port.
 
         >>> with free_port() as port:
         ...     1024 < port < 65536
@@ -120,28 +128,29 @@ def free_port() -> Iterator[int]:
         holder.bind(("127.0.0.1", 0))
         port = holder.getsockname()[1]
         if sys.platform == "win32":
-            holder.close()  # elsewhere nobody could listen there otherwise
+            # On Windows, rank 0 could not listen on the port while this socket is bound to it.
+            holder.close()
         yield port
 
 
 def die_with_parent() -> None:
-    """Have the system kill this process when the one that started it dies. Linux only; elsewhere
-    only an orderly end of the parent ends its children."""
+    """Make the system kill this process when its parent dies. This works on Linux only. On other
+    systems, the children of a killed process keep running."""
     if sys.platform == "linux":
         _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
-# Loaded here: little is safe between fork and exec.
+# The C library is loaded now, because loading a library between fork and exec is not safe.
 _LIBC: Any = ctypes.CDLL(None) if sys.platform == "linux" else None
 
 
 class _Worker:
-    """One process, its output and its end."""
+    """One worker process."""
 
-    def __init__(self, rank: int, command: Sequence[str], place: dict[str, str]):
+    def __init__(self, rank: int, command: Sequence[str], variables: dict[str, str]):
         self.rank = rank
         self._lock = threading.Lock()
-        self._over = False
+        self._reaped = False
         options: dict[str, Any] = {}
         if sys.platform != "win32":
             options = {"start_new_session": True, "preexec_fn": die_with_parent}
@@ -150,17 +159,18 @@ class _Worker:
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
-            env={**os.environ, **place},
+            env={**os.environ, **variables},
             **options,
         )
 
-    def follow(self, events: SimpleQueue[_Worker | int]) -> None:
-        """Pass its output on; when it is over, say so in `events`."""
+    def watch(self, events: SimpleQueue[_Worker | int]) -> None:
+        """Start the threads that copy the worker's output and wait for its end. When the worker has
+        ended, one of them puts it into the queue `events`."""
         assert self.process.stdout
         assert self.process.stderr
         prefix = f"[worker {self.rank}] ".encode()
         pumps = [
-            threading.Thread(target=_pass_lines_on, args=(prefix, source, sink), daemon=True)
+            threading.Thread(target=_copy_lines, args=(prefix, source, sink), daemon=True)
             for source, sink in (
                 (self.process.stdout, sys.stdout.buffer),
                 (self.process.stderr, sys.stderr.buffer),
@@ -173,23 +183,26 @@ class _Worker:
     def _await_end(self, pumps: list[threading.Thread], events: SimpleQueue[_Worker | int]) -> None:
         try:
             if hasattr(os, "waitid"):
-                # Not reaped yet: until then nobody else can get its number, which names its group.
+                # With WNOWAIT, the system keeps the pid of the ended process reserved. The pid is
+                # also the id of the process group that is killed below. So no other group can have
+                # this id by then.
                 os.waitid(os.P_PID, self.process.pid, os.WEXITED | os.WNOWAIT)
-            else:  # on Windows, and on macOS before Python 3.13
+            else:  # `waitid` is missing on Windows, and on macOS before Python 3.13.
                 self.process.wait()
-            self.send(_KILL)  # to what it had started
+            self.send(_KILL)  # This kills the processes that the worker has started.
             with self._lock:
                 self.process.wait()
-                self._over = True
+                self._reaped = True
             for pump in pumps:
                 pump.join(_LAST_OUTPUT_SECONDS)
         finally:
-            events.put(self)  # whatever happens: the main thread waits for this
+            # The main thread waits for this, so it must happen even after an exception.
+            events.put(self)
 
     def send(self, signum: int) -> None:
-        """Send a signal to the worker and all it has started."""
+        """Send a signal to the worker and the processes that it has started."""
         with self._lock, contextlib.suppress(ProcessLookupError, PermissionError):
-            if self._over:
+            if self._reaped:
                 return
             if sys.platform != "win32":
                 os.killpg(self.process.pid, signum)
@@ -198,27 +211,27 @@ class _Worker:
 
     @property
     def exit_code(self) -> int:
-        """As a shell would say it."""
+        """The exit code as a shell reports it, which is 128 + N if signal N ended the worker."""
         code = self.process.returncode
         return code if code >= 0 else 128 - code
 
-    def obituary(self) -> str:
-        """Who failed and why, in a sentence."""
-        who, code = f"worker {self.rank} (pid {self.process.pid})", self.process.returncode
+    def failure(self) -> str:
+        """Return a sentence that says how the worker failed."""
+        name, code = f"worker {self.rank} (pid {self.process.pid})", self.process.returncode
         if code >= 0:
-            return f"{who} failed with exit code {code}: see its lines above, [worker {self.rank}]"
+            return f"{name} failed with exit code {code}: see its lines above, [worker {self.rank}]"
         try:
-            name = signal.Signals(-code).name
+            ended_by = signal.Signals(-code).name
         except ValueError:
-            name = f"signal {-code}"
-        hint = _HINTS.get(name)
-        return f"{who} was ended by {name}" + (f": {hint}" if hint else "")
+            ended_by = f"signal {-code}"
+        hint = _HINTS.get(ended_by)
+        return f"{name} was ended by {ended_by}" + (f": {hint}" if hint else "")
 
 
 _output = threading.Lock()
 
 
-def _pass_lines_on(prefix: bytes, source: IO[bytes], sink: IO[bytes]) -> None:
+def _copy_lines(prefix: bytes, source: IO[bytes], sink: IO[bytes]) -> None:
     with source:
         for line in source:
             try:
@@ -226,14 +239,15 @@ def _pass_lines_on(prefix: bytes, source: IO[bytes], sink: IO[bytes]) -> None:
                     sink.write(prefix + line.rstrip(b"\r\n") + b"\n")
                     sink.flush()
             except BrokenPipeError:
-                # Whoever read our output is gone. Closing the pipe tells the worker the same, and
-                # what is left in the buffer must not fail once more when this process exits.
+                # The process that reads our output has ended. The worker gets the same error when
+                # it writes next, because `source` is closed. Our own output now goes to the null
+                # device. Otherwise, flushing the buffer at exit would fail again.
                 os.dup2(os.open(os.devnull, os.O_WRONLY), sink.fileno())
                 return
 
 
 def _supervise(group: list[_Worker], events: SimpleQueue[_Worker | int], grace: float) -> int:
-    """Wait until all are over, ending the rest when one fails or a signal comes."""
+    """Wait until all workers have ended. End the others when one fails or a signal arrives."""
     running, exit_code, deadline = set(group), 0, None
     while running:
         try:
@@ -246,11 +260,11 @@ def _supervise(group: list[_Worker], events: SimpleQueue[_Worker | int], grace: 
             continue
         if isinstance(event, _Worker):
             running.discard(event)
-            reason, code, signum = event.obituary(), event.exit_code, int(signal.SIGTERM)
+            reason, code, signum = event.failure(), event.exit_code, int(signal.SIGTERM)
         else:
             reason, code, signum = signal.Signals(event).name, 128 + event, event
             if exit_code:
-                _end(running, _KILL)  # asked twice
+                _end(running, _KILL)  # A second signal means that the user does not want to wait.
         if code and not exit_code:
             exit_code = code
             _say(reason + (f"; ending {_names(running)}" if running else ""))
@@ -282,14 +296,14 @@ def _say(text: str) -> None:
 
 @contextlib.contextmanager
 def _signals_into(events: SimpleQueue[_Worker | int]) -> Iterator[None]:
-    """Within the block, signals that would end this process go into the queue."""
+    """Within the block, put the signals that would end this process into a queue instead."""
 
-    def take(signum: int, _frame: FrameType | None) -> None:
-        events.put(signum)  # safe here: SimpleQueue.put may interrupt itself
+    def handle(signum: int, _frame: FrameType | None) -> None:
+        events.put(signum)  # SimpleQueue.put is reentrant, so a signal handler may call it.
 
-    # One that is ignored stays so: nohup means it.
-    taken = [s for s in _ENDING_SIGNALS if signal.getsignal(s) is not signal.SIG_IGN]
-    before = [(signum, signal.signal(signum, take)) for signum in taken]
+    # A signal that is ignored stays ignored, because nohup relies on that.
+    handled = [s for s in _ENDING_SIGNALS if signal.getsignal(s) is not signal.SIG_IGN]
+    before = [(signum, signal.signal(signum, handle)) for signum in handled]
     try:
         yield
     finally:

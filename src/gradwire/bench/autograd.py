@@ -1,8 +1,9 @@
-"""Gradients: gradwire and torch's distributed autograd, each with its defaults, between two
-processes on this machine.
+"""The suite ``autograd``: gradients through calls between two processes on this machine, with
+gradwire and with torch's distributed autograd. Both libraries use their default options.
 
-Every program is written once, over a way to call a function on a worker, so both run the same code;
-and so does a single process, which says what the gradients must be: a turn begins by comparing.
+A program gets the function that makes its remote calls as an argument, so both libraries run the
+same code. With a function that makes the calls locally, the program gives the expected gradients.
+Every measurement begins by comparing the library's gradients with these.
 """
 
 from __future__ import annotations
@@ -14,29 +15,29 @@ from functools import cache, partial
 from importlib import import_module
 from typing import Any
 
-from gradwire.bench import byhand, rpc
-from gradwire.bench.contest import Case, Contestant, Floor, Steps, Suite
+from gradwire.bench import by_hand, rpc
+from gradwire.bench.cases import Case, Contestant, Floor, Steps, Suite
 from gradwire.bench.timing import microseconds, milliseconds, seconds_each
 
-#: `call(worker, function, *arguments)`
+#: The function that a program makes its calls with: `call(worker, function, *arguments)`.
 Call = Callable[..., Any]
 NODES = 10_000
 
 
 @cache
-def rpc_of(package: str) -> Any:
+def rpc_module(package: str) -> Any:
     return import_module(f"{package}.rpc")
 
 
 def remotely(package: str, to: str, function: Callable[..., Any], *args: Any) -> Any:
-    return rpc_of(package).rpc_sync(to, function, args=args)
+    return rpc_module(package).rpc_sync(to, function, args=args)
 
 
 def locally(_to: str, function: Callable[..., Any], *args: Any) -> Any:
     return function(*args)
 
 
-# -- what is called
+# -- the functions that are called
 
 
 def expert(x: Any, weight: Any) -> Any:
@@ -44,14 +45,15 @@ def expert(x: Any, weight: Any) -> Any:
 
 
 def relay(call: Call, x: Any, weight: Any) -> Any:
-    """Back to the first worker: a third process would add threads that look for work, torch's all
-    the time, to two that are measured."""
+    """Call worker0, the worker that has called this function. A call to a third process would be
+    measured wrongly, because the polling threads of that process would take the cores from the
+    other two processes."""
     return call("worker0", expert, x, weight)
 
 
 @cache
 def linear() -> Any:
-    """The same parameters in every process, but not the same tensors."""
+    """Return a layer whose parameters have the same values in every process."""
     import torch
 
     torch.manual_seed(0)
@@ -62,13 +64,15 @@ def apply_linear(x: Any) -> Any:
     return linear()(x)
 
 
-# -- what is differentiated
+# -- the programs that are differentiated
 
 
 @dataclass(frozen=True)
 class Program:
-    """`loss(call)` computes a loss from the leaves. With `keeps_graph`, part of the graph was there
-    before and is used again."""
+    """A computation to differentiate. `loss(call)` computes a loss from the leaves (the tensors
+    that get a gradient) and makes its remote calls with `call`. With `keeps_graph`, a part of the
+    autograd graph is built once, in advance. Every loss depends on it, so no backward pass may free
+    it."""
 
     leaves: list[Any]
     loss: Callable[[Call], Any]
@@ -94,7 +98,8 @@ def chain(length: int) -> Program:
 
 
 def trunk(layers: int) -> Program:
-    x, weight = leaf(1.0, 4), leaf(0.01, 4)  # small, for it grows with every layer
+    # Every layer multiplies `h` by 1 + weight. The weight is small, so that `h` does not overflow.
+    x, weight = leaf(1.0, 4), leaf(0.01, 4)
 
     def loss(call: Call) -> Any:
         h = x
@@ -111,7 +116,7 @@ def call_back() -> Program:
 
 
 def remote_parameters() -> Program:
-    x = leaf(1.0, 4096, 64)  # 1 MB
+    x = leaf(1.0, 4096, 64)  # This tensor takes 1 MB.
     return Program([x], lambda call: call("worker1", apply_linear, x).sum())
 
 
@@ -119,13 +124,13 @@ def large_local_graph(nodes: int) -> Program:
     x, weight = leaf(1.0, 4), leaf(1.0, 4)
     h = x
     for _ in range(nodes // 2):
-        h = expert(h, weight)  # two nodes
+        h = expert(h, weight)  # `expert` adds two nodes to the autograd graph.
     return Program(
         [x, weight], lambda call: call("worker1", expert, h, weight).sum(), keeps_graph=True
     )
 
 
-# -- what is measured
+# -- measurements
 
 
 @dataclass(frozen=True)
@@ -135,7 +140,8 @@ class Library:
 
 
 def forward_and_backward(make: Callable[[], Program], library: Library, count: int) -> list[float]:
-    """All that a step costs its caller, leaving the context included."""
+    """Return the seconds of whole steps: the forward pass, the backward pass, and the end of the
+    autograd context."""
     program = make()
     check(program, library)
 
@@ -144,7 +150,8 @@ def forward_and_backward(make: Callable[[], Program], library: Library, count: i
             loss = program.loss(library.call)
             library.autograd.backward(context_id, [loss], program.keeps_graph)
 
-    return seconds_each(step, count, count // 5)  # the check was a first step
+    # A few warm-up steps are enough, because `check` has already run one step.
+    return seconds_each(step, count, count // 5)
 
 
 def backward_alone(make: Callable[[], Program], library: Library, count: int) -> list[float]:
@@ -165,14 +172,16 @@ def in_one_process(make: Callable[[], Program], _tools: Any, count: int) -> list
 
 
 def check(program: Program, library: Library) -> None:
-    """Wrong gradients are not worth measuring."""
+    """Raise AssertionError if the library gives other gradients than torch in one process."""
     with library.autograd.context() as context_id:
         loss = program.loss(library.call)
         library.autograd.backward(context_id, [loss], program.keeps_graph)
-        found = library.autograd.get_gradients(context_id)
-        for tensor, gradient in zip(program.leaves, local_gradients(program), strict=True):
-            if not found[tensor].allclose(gradient):
-                raise AssertionError(f"{found[tensor]}, in one process {gradient}")
+        gradients = library.autograd.get_gradients(context_id)
+        for tensor, expected in zip(program.leaves, local_gradients(program), strict=True):
+            if not gradients[tensor].allclose(expected):
+                raise AssertionError(
+                    f"the gradient is {gradients[tensor]}, but in one process {expected}"
+                )
 
 
 def local_gradients(program: Program) -> Any:
@@ -183,7 +192,7 @@ def local_gradients(program: Program) -> Any:
     )
 
 
-# -- who takes part
+# -- contestants
 
 
 def library(package: str) -> Library:
@@ -196,7 +205,7 @@ def worker(package: str, rank: int) -> Iterator[Library]:
         yield library(package)
 
 
-# -- in words
+# -- formatting
 
 
 def per_call(seconds: float) -> str:
@@ -211,7 +220,7 @@ def per_node(seconds: float) -> str:
     return f"{seconds * 1e6:.2f} µs per node"
 
 
-# -- all of it
+# -- the suite
 
 
 def growing(
@@ -222,8 +231,9 @@ def growing(
     aim: float,
     floors: dict[int, Floor] | None = None,
 ) -> list[Case]:
-    """The same program in several sizes, from small to large, each with the count of its samples;
-    and how much of the largest, which has no aim, is backward."""
+    """Return cases that run one program in several sizes, from small to large. `counts` maps each
+    size to its number of samples. `aim` says how many times as fast as torch gradwire should be;
+    the largest size has no aim. A last case measures only the backward pass of the largest size."""
     cases = [
         Case(
             name.format(size),
@@ -243,11 +253,11 @@ def growing(
     return [*cases[:-1], largest, alone]
 
 
-#: Chained calls with nothing but what they cannot do without, by their number.
+#: For each number of chained calls, a case that makes them without an RPC library (see `by_hand`).
 BY_HAND = {
     length: Case(
         f"{'one call' if length == 1 else f'{length} chained calls'} by hand",
-        partial(byhand.chained, length),
+        partial(by_hand.chained, length),
         count,
         microseconds if length == 1 else milliseconds,
         quick_count=1,
@@ -272,7 +282,7 @@ SUITE = Suite(
     (
         Contestant("torch", partial(worker, "torch.distributed")),
         Contestant("gradwire", partial(worker, "gradwire")),
-        Contestant("by hand", partial(byhand.line, expert), processes=1),
+        Contestant("by hand", partial(by_hand.connect, expert), processes=1),
         Contestant("one process", nullcontext, processes=1),
     ),
     (

@@ -1,6 +1,6 @@
-"""Plots of what a contest wrote to its file: ``gradwire plot scale.json --into docs/plots``.
+"""Draw the samples that ``gradwire bench --json`` has written: ``gradwire plot scale.json``.
 
-They have no background and few colours, so that they can be read on white and on black.
+The plots have no background and few colours, so that they are readable on white and on black.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-#: Of torch and gradwire, and of all else.
+#: The colours of the curves of torch and gradwire, and the colour of text and axes.
 COLOURS, GREY = ("#e8710a", "#2f81f7"), "#7d848d"
 STYLE = {
-    "svg.fonttype": "none",  # text stays text
-    "svg.hashsalt": "gradwire",  # the same samples give the same file
+    "svg.fonttype": "none",  # Write text as text, not as outlines of letters.
+    "svg.hashsalt": "gradwire",  # With a fixed salt, the same samples give the same file.
     "font.family": "sans-serif",
     "font.size": 10,
     "text.color": GREY,
@@ -37,15 +37,15 @@ STYLE = {
 
 @dataclass(frozen=True)
 class Plot:
-    """A file with a curve for torch and one for gradwire, through the cases whose point is in the
-    plot `of`, beginning at `first_x`. `value(x, sample)` is what is drawn."""
+    """A file with one curve for torch and one for gradwire. Both go through the cases that belong
+    to the plot named `plot`, from x = `first_x` on. The y coordinate is `value(x, sample)`."""
 
     file: str
-    of: str
+    plot: str
     title: str
     x_label: str
-    x_words: Callable[[float], str]
-    y_words: Callable[[float], str]
+    format_x: Callable[[float], str]
+    format_y: Callable[[float], str]
     x_ticks: Sequence[float]
     value: Callable[[float, float], float] = lambda _x, sample: sample
     y_log: bool = False
@@ -54,7 +54,8 @@ class Plot:
 
 @dataclass(frozen=True)
 class Curve:
-    """The median over all rounds at each x, and the lowest and highest of a round."""
+    """A curve: at each x, the median of all rounds, and the lowest and the highest result of a
+    round. The result of a round is the median of its samples."""
 
     x: list[float]
     middle: list[float]
@@ -63,39 +64,42 @@ class Curve:
 
 
 def main(files: Sequence[str], folder: str) -> int:
-    """Draw all that the files have samples for, into a folder. Returns 0 if there was something.
+    """Draw every plot that the files have samples for. Return 0 if at least one plot was drawn.
 
     >>> main(["scale.json"], "docs/plots")     # doctest: +SKIP
     """
     if find_spec("matplotlib") is None:
         print('gradwire: to draw, pip install "gradwire[plots]"', file=sys.stderr)
         return 1
-    contests = [json.loads(Path(file).read_text()) for file in files]
+    outcomes = [json.loads(Path(file).read_text()) for file in files]
     drawn = 0
     for plot in PLOTS:
-        curves = [curves for contest in contests if (curves := find_curves(plot, contest))]
-        for found in curves[-1:]:  # of several measurements, the last
+        candidates = [curves for outcome in outcomes if (curves := curves_of(plot, outcome))]
+        for curves in candidates[-1:]:  # If several files have samples, use the last file.
             Path(folder).mkdir(parents=True, exist_ok=True)
-            draw(plot, found, Path(folder) / plot.file)
+            draw(plot, curves, Path(folder) / plot.file)
             print(Path(folder) / plot.file)
             drawn += 1
     if not drawn:
-        print("gradwire: nothing in these files can be drawn", file=sys.stderr)
+        print(
+            "gradwire: no plot has samples in these files: measure the suite scale", file=sys.stderr
+        )
     return 0 if drawn else 1
 
 
-def find_curves(plot: Plot, contest: dict[str, Any]) -> list[Curve]:
-    """That of torch and that of gradwire, through the cases that both could do."""
+def curves_of(plot: Plot, outcome: dict[str, Any]) -> list[Curve]:
+    """Return the curves of torch and gradwire, through the cases that both libraries have finished,
+    or an empty list if there are none."""
     points = sorted(
         (case["x"], name)
-        for name, case in contest["cases"].items()
-        if case.get("plot") == plot.of
+        for name, case in outcome["cases"].items()
+        if case.get("plot") == plot.plot
         and case["x"] >= plot.first_x
-        and not contest["failures"][name]
+        and not outcome["failures"][name]
     )
     if not points:
         return []
-    return [_curve(plot, contest["samples"], points, contestant) for contestant in (0, 1)]
+    return [_curve(plot, outcome["samples"], points, contestant) for contestant in (0, 1)]
 
 
 def _curve(
@@ -130,10 +134,10 @@ def draw(plot: Plot, curves: Sequence[Curve], file: Path) -> None:
             axes.set_yscale("log")
         else:
             axes.set_ylim(bottom=0)
-        axes.set_xticks(plot.x_ticks, [*map(plot.x_words, plot.x_ticks)])
+        axes.set_xticks(plot.x_ticks, [*map(plot.format_x, plot.x_ticks)])
         axes.xaxis.set_minor_formatter(NullFormatter())
         axes.minorticks_off()
-        axes.yaxis.set_major_formatter(FuncFormatter(lambda y, _: plot.y_words(y)))
+        axes.yaxis.set_major_formatter(FuncFormatter(lambda y, _: plot.format_y(y)))
         axes.grid(visible=True)
         axes.set_axisbelow(True)
         axes.set_title(plot.title)
@@ -143,22 +147,22 @@ def draw(plot: Plot, curves: Sequence[Curve], file: Path) -> None:
         pyplot.close(figure)
 
 
-# -- in words
+# -- formatting
 
 
-def of_bytes(size: float) -> str:
+def format_bytes(size: float) -> str:
     return _with_unit(size, 1024, ("B", "KB", "MB", "GB"))
 
 
-def of_time(seconds: float) -> str:
+def format_time(seconds: float) -> str:
     return _with_unit(seconds * 1e6, 1000, ("µs", "ms", "s"))
 
 
-def of_rate(bytes_per_second: float) -> str:
+def format_rate(bytes_per_second: float) -> str:
     return f"{bytes_per_second / 1e9:g} GB/s"
 
 
-def of_calls(per_second: float) -> str:
+def format_calls(per_second: float) -> str:
     return f"{per_second / 1e3:g} k/s"
 
 
@@ -170,7 +174,7 @@ def _with_unit(number: float, step: int, units: Sequence[str]) -> str:
     return f"{number:g} {units[-1]}"
 
 
-# -- all of them
+# -- the plots
 
 KB, MB, GB = 1 << 10, 1 << 20, 1 << 30
 PLOTS = (
@@ -179,8 +183,8 @@ PLOTS = (
         "size",
         "A tensor there and back",
         "size",
-        of_bytes,
-        of_time,
+        format_bytes,
+        format_time,
         [1, KB, MB, GB],
         y_log=True,
     ),
@@ -189,8 +193,8 @@ PLOTS = (
         "size",
         "Throughput of a tensor there and back",
         "size",
-        of_bytes,
-        of_rate,
+        format_bytes,
+        format_rate,
         [4 * KB, 64 * KB, MB, 16 * MB, 256 * MB],
         lambda size, seconds: 2 * size / seconds,
         first_x=4 * KB,
@@ -201,7 +205,7 @@ PLOTS = (
         "Calls of one worker to others",
         "other workers",
         "{:g}".format,
-        of_calls,
+        format_calls,
         [1, 2, 4, 8, 16, 32],
         lambda _peers, seconds: 1 / seconds,
     ),
@@ -211,7 +215,7 @@ PLOTS = (
         "Backward through a chain of calls, per call",
         "calls",
         "{:,}".format,
-        of_time,
+        format_time,
         [1, 10, 100, 1000],
         lambda calls, seconds: seconds / calls,
     ),

@@ -1,8 +1,9 @@
-"""Calls: gradwire and torch's RPC, each with its defaults, between two processes on this machine;
-and both over TCP, as between machines.
+"""The suite ``rpc``: calls between two processes on this machine, with gradwire and with torch's
+RPC. Both libraries use their default options; in some cases both use TCP, as between machines.
 
-The same code drives both; `rpc` below is `gradwire.rpc` for one and `torch.distributed.rpc` for the
-other. What the machine itself needs for the like, a bare socket and a bare copy, is measured too.
+The same code measures both libraries: the variable `rpc` is either `gradwire.rpc` or
+`torch.distributed.rpc`. A bare socket and a bare copy of memory show the lower bounds that the
+machine sets.
 """
 
 from __future__ import annotations
@@ -17,15 +18,15 @@ from functools import partial
 from importlib import import_module
 from typing import Any
 
-from gradwire.bench.contest import Case, Contestant, Floor, Suite
+from gradwire.bench.cases import Case, Contestant, Floor, Suite
 from gradwire.bench.timing import microseconds, milliseconds, seconds_each
 
 KB, MB = 1 << 10, 1 << 20
-#: Calls under way at the same time in the pipelined case.
+#: How many calls `pipelined_calls` has in flight at the same time.
 WINDOW = 2000
 
 
-# -- what is called
+# -- the functions that are called
 
 
 def noop() -> None:
@@ -40,13 +41,13 @@ def echo(x: Any) -> Any:
     return x
 
 
-# -- what is measured
+# -- measurements
 
 
 @dataclass(frozen=True)
 class Caller:
-    """How functions are called in the other process: `call(function, args=())` gives the result,
-    `start(function, args=())` what `wait_all` waits for, of many at once."""
+    """Calls functions in the other process. `call(function, args=())` returns the result,
+    `start(function, args=())` returns a future, and `wait_all` waits for a list of futures."""
 
     call: Callable[..., Any]
     start: Callable[..., Any]
@@ -65,7 +66,7 @@ def small_tensor_calls(caller: Caller, count: int) -> list[float]:
 
 
 def pipelined_calls(caller: Caller, count: int) -> list[float]:
-    """Seconds per call, with many under way."""
+    """Return the seconds per call, with many calls in flight."""
 
     def window() -> None:
         caller.wait_all([caller.start(noop) for _ in range(WINDOW)])
@@ -81,7 +82,7 @@ def echoes(size: int, caller: Caller, count: int) -> list[float]:
 
 
 def echoes_of_bytes(size: int, caller: Caller, count: int) -> list[float]:
-    """Of something that is no tensor."""
+    """Return the seconds per call that sends a bytes object to the other process and back."""
     value = bytes(size)
     return seconds_each(lambda: caller.call(echo, args=(value,)), count, 2)
 
@@ -89,15 +90,15 @@ def echoes_of_bytes(size: int, caller: Caller, count: int) -> list[float]:
 def bare_echoes(
     connect: Callable[[], tuple[socket.socket, socket.socket]], size: int, _tools: Any, count: int
 ) -> list[float]:
-    """Bytes through a socket and back, with nothing around it."""
+    """Return the seconds that `size` bytes take to another process and back, over a bare socket."""
     message, answer = bytes(size), bytearray(size)
-    with answered(connect, size) as line:
+    with echo_server(connect, size) as connection:
 
-        def there_and_back() -> None:
-            line.sendall(message)
-            receive(line, answer)
+        def round_trip() -> None:
+            connection.sendall(message)
+            receive(connection, answer)
 
-        return seconds_each(there_and_back, count, min(count, 100))
+        return seconds_each(round_trip, count, min(count, 100))
 
 
 def copies(size: int, _tools: Any, count: int) -> list[float]:
@@ -107,14 +108,14 @@ def copies(size: int, _tools: Any, count: int) -> list[float]:
     return seconds_each(lambda: target.copy_(source), count, 2)
 
 
-# -- the machine
+# -- the bare machine
 
 
 @contextmanager
-def answered(
+def echo_server(
     connect: Callable[[], tuple[socket.socket, socket.socket]], size: int
 ) -> Iterator[socket.socket]:
-    """A socket at whose other end a second process sends every `size` bytes back."""
+    """Fork a process that sends every `size` bytes back, and yield a socket to it."""
     here, there = connect()
     if os.fork() == 0:
         here.close()
@@ -128,10 +129,10 @@ def answered(
     os.wait()
 
 
-def receive(line: socket.socket, message: bytearray) -> bool:
-    """Fill `message`; says whether there was one."""
+def receive(connection: socket.socket, message: bytearray) -> bool:
+    """Fill `message` with received bytes. Return False if the socket was closed."""
     rest = memoryview(message)
-    while rest and (count := line.recv_into(rest)):
+    while rest and (count := connection.recv_into(rest)):
         rest = rest[count:]
     return not rest
 
@@ -141,18 +142,20 @@ def tcp_pair() -> tuple[socket.socket, socket.socket]:
         pair = socket.create_connection(server.getsockname()), server.accept()[0]
     for end in pair:
         end.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        with suppress(AttributeError, OSError):  # the fastest that the machine offers
+        # If the system has it, choose the congestion control algorithm that gradwire's connections
+        # use. This algorithm sends without pauses between packets.
+        with suppress(AttributeError, OSError):
             end.setsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, b"reno")
     return pair
 
 
-# -- who takes part
+# -- contestants
 
 
 @contextmanager
 def worker(module: str, rank: int, **options: Any) -> Iterator[Any]:
-    """One of two workers; the options are those of the module."""
-    warnings.simplefilter("ignore")  # torch's RPC warns of its own ways at every shutdown
+    """Run this process as one of two workers, with these options and the RPC library `module`."""
+    warnings.simplefilter("ignore")  # Torch's RPC warns at every shutdown.
     rpc = import_module(module)
     chosen = rpc.TensorPipeRpcBackendOptions(**options) if options else None
     rpc.init_rpc(f"worker{rank}", rank=rank, world_size=2, rpc_backend_options=chosen)
@@ -172,7 +175,7 @@ def caller(module: str, rank: int, **options: Any) -> Iterator[Caller]:
         )
 
 
-# -- in words
+# -- formatting
 
 
 def calls_per_second(seconds: float) -> str:
@@ -183,7 +186,7 @@ def rate(size: int, seconds: float) -> str:
     return f"{size / seconds / 1e9:.2f} GB/s"
 
 
-# -- all of it
+# -- the suite
 
 MACHINE, TCP = ("machine",), ("torch over TCP", "gradwire over TCP")
 
@@ -211,25 +214,27 @@ LARGE_TCP_SOCKET = Case(
     1,
     MACHINE,
 )
-#: Of megabytes, once.
+#: For each size in megabytes, a case that copies a tensor of this size once.
 COPIES = {
     size: Case(f"copy of {size} MB, once", partial(copies, size * MB), 10, milliseconds, 1, MACHINE)
     for size in (16, 64, 256)
 }
 
 
-def echo_case(size: int, count: int, aim: float, **how: Any) -> Case:
+def echo_case(size: int, count: int, aim: float, **options: Any) -> Case:
     name = f"echo of {size // MB} MB" if size >= MB else f"echo of {size // KB} KB"
     show, quick = partial(rate, 2 * size), 3 if size < 16 * MB else 1
-    return Case(name, partial(echoes, size), count, show, quick, aim=aim, **how)
+    return Case(name, partial(echoes, size), count, show, quick, aim=aim, **options)
 
 
 def over_copies(megabytes: int) -> Floor:
-    """There and back, a tensor is copied twice."""
+    """Return the lower bound for an echo of this size: the tensor is copied twice, once in each
+    direction."""
     return Floor(COPIES[megabytes].name, 2)
 
 
-# The machine has its turn next to those whose floor it is: what else goes on changes in between.
+# Each case is followed by the case that sets its lower bound. The load of the machine changes, so
+# the two cases must be measured shortly after each other.
 SUITE = Suite(
     "calls between two processes on this machine; echoes count the bytes of both ways",
     (
@@ -250,7 +255,7 @@ SUITE = Suite(
             microseconds,
             aim=5,
             floor=Floor(UNIX_SOCKET.name),
-            peers=True,
+            open_to_competitors=True,
         ),
         Case(
             "call with two tensors of 4 floats",
@@ -259,7 +264,7 @@ SUITE = Suite(
             microseconds,
             aim=5,
             floor=Floor(UNIX_SOCKET.name),
-            peers=True,
+            open_to_competitors=True,
         ),
         UNIX_SOCKET,
         Case(
@@ -269,22 +274,22 @@ SUITE = Suite(
             calls_per_second,
             1,
             aim=6,
-            peers=True,
+            open_to_competitors=True,
         ),
-        echo_case(64 * KB, 300, 4, peers=True),
-        echo_case(MB, 100, 3, peers=True),
-        echo_case(16 * MB, 20, 2, floor=over_copies(16), peers=True),
+        echo_case(64 * KB, 300, 4, open_to_competitors=True),
+        echo_case(MB, 100, 3, open_to_competitors=True),
+        echo_case(16 * MB, 20, 2, floor=over_copies(16), open_to_competitors=True),
         COPIES[16],
-        echo_case(64 * MB, 8, 7, floor=over_copies(64), peers=True),
+        echo_case(64 * MB, 8, 7, floor=over_copies(64), open_to_competitors=True),
         COPIES[64],
-        echo_case(256 * MB, 4, 7, floor=over_copies(256), peers=True),
+        echo_case(256 * MB, 4, 7, floor=over_copies(256), open_to_competitors=True),
         COPIES[256],
         Case(
             "echo of 1 MB, bytes that are no tensor",
             partial(echoes_of_bytes, MB),
             30,
             partial(rate, 2 * MB),
-            peers=True,
+            open_to_competitors=True,
         ),
         Case(
             "call of a function that does nothing, TCP",

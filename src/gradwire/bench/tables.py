@@ -1,4 +1,4 @@
-"""The outcome of a contest as a table."""
+"""Show the outcome of a suite as a table."""
 
 from __future__ import annotations
 
@@ -6,85 +6,98 @@ from collections.abc import Callable
 from itertools import zip_longest
 from statistics import median
 
-from gradwire.bench.contest import Case, Outcome, Steps, Suite
+from gradwire.bench.cases import Case, Steps, Suite
+from gradwire.bench.side_by_side import Outcome
 
-#: Of case and contestant: the median of every round, or nothing if it failed in one of them.
+#: `medians[case][contestant]` lists the median of the samples of every round. The list is empty if
+#: the contestant (a library that is measured) failed at the case.
 Medians = dict[str, dict[str, list[float]]]
-#: What can be said of a case with several contestants; others than these two come behind.
-COLUMNS = ["", "torch", "gradwire", "torch / gradwire", "aim", "gradwire / floor"]
 
 
 def table(suite: Suite, outcome: Outcome) -> str:
-    """Medians over all rounds, with the lowest and highest median of a round in brackets.
+    """Return a table of the medians over all rounds, with the lowest and highest median of a round
+    in parentheses.
 
-    Ratios compare turns of one round. In ``torch / gradwire`` more is better, and ``aim`` is what
-    it is to reach; in ``gradwire / floor`` less is better, and 1 would be perfect.
+    A ratio divides two results of the same round. For ``torch / gradwire`` larger is better, and
+    ``aim`` is the ratio to reach. For ``gradwire / floor`` smaller is better: the floor is the
+    lower bound that the machine sets, and a ratio of 1 is perfect.
     """
-    medians = {
-        case: {
-            who: [] if who in outcome.failures[case] else [median(s) for s in rounds]
-            for who, rounds in of_case.items()
-        }
-        for case, of_case in outcome.samples.items()
-    }
+    medians = medians_of(outcome)
+    first, second = suite.compared
     several = [case for case in suite.cases if len(case.contestants) > 1]
-    compared = [_compared(case, medians) for case in several]
-    used = {column for row in compared for column in row}
-    columns = [*(c for c in COLUMNS if c in used), *sorted(used - {*COLUMNS})]
-    growing = [case for case in several if case.steps]
+    rows = [_compared(case, medians, first, second) for case in several]
+    used = {column for row in rows for column in row}
+    fixed = ["", first, second, f"{first} / {second}", "aim", f"{second} / floor"]
+    columns = [*(column for column in fixed if column in used), *sorted(used - {*fixed})]
+    with_steps = [case for case in several if case.steps]
     sections = [
-        [columns, *([row.get(column, "") for column in columns] for row in compared)]
-        if compared
-        else [],
-        [["each", "torch", "gradwire"], *(_steps(case, medians) for case in growing)]
-        if growing
+        [columns, *([row.get(column, "") for column in columns] for row in rows)] if rows else [],
+        [["each", first, second], *(_per_step(case, medians) for case in with_steps)]
+        if with_steps
         else [],
         [_alone(case, medians) for case in suite.cases if len(case.contestants) == 1],
     ]
-    return "\n\n".join("\n".join(_aligned(rows)) for rows in sections if rows)
+    return "\n\n".join("\n".join(_aligned(lines)) for lines in sections if lines)
 
 
-def _compared(case: Case, medians: Medians) -> dict[str, str]:
-    """The cells of a case, by column."""
-    torch, gradwire, *others = case.contestants
-    of_case = medians[case.name]
-    ratios = _ratios(of_case[torch], of_case[gradwire])
+def medians_of(outcome: Outcome) -> Medians:
+    """Return the median of the samples of every round, by case and contestant."""
+    return {
+        case: {
+            name: [] if name in outcome.failures[case] else [median(turn) for turn in rounds]
+            for name, rounds in contestants.items()
+        }
+        for case, contestants in outcome.samples.items()
+    }
+
+
+def ratios(numerators: list[float], denominators: list[float]) -> list[float]:
+    """Divide the results of two contestants, round by round. Return an empty list if one of
+    them failed."""
+    if not numerators or not denominators:
+        return []
+    return [a / b for a, b in zip(numerators, denominators, strict=True)]
+
+
+def _compared(case: Case, medians: Medians, first: str, second: str) -> dict[str, str]:
+    """Return the table row of a case with several contestants: the cells by the title of their
+    column."""
+    reference, measured, *others = case.contestants
+    values = medians[case.name]
+    improvement = ratios(values[reference], values[measured])
     row = {
         "": case.name,
-        "torch": _with_spread(of_case[torch], case.show),
-        "gradwire": _with_spread(of_case[gradwire], case.show),
-        "torch / gradwire": _with_spread(ratios, "{:.2f}".format),
+        first: _with_spread(values[reference], case.show),
+        second: _with_spread(values[measured], case.show),
+        f"{first} / {second}": _with_spread(improvement, "{:.2f}".format),
     }
     if case.aim is not None:
-        reached = bool(ratios) and median(ratios) >= case.aim
+        reached = bool(improvement) and median(improvement) >= case.aim
         row["aim"] = f"{case.aim:g}" if reached else f"{case.aim:g} missed"
     if case.floor is not None:
-        [values] = medians[case.floor.case].values()
-        floors = [case.floor.times * value for value in values]
-        row["gradwire / floor"] = _with_spread(_ratios(of_case[gradwire], floors), "{:.2f}".format)
-    return row | {who: _with_spread(of_case[who], case.show) for who in others}
+        [floor_medians] = medians[case.floor.case].values()
+        floors = [case.floor.times * value for value in floor_medians]
+        above = ratios(values[measured], floors)
+        row[f"{second} / floor"] = _with_spread(above, "{:.2f}".format)
+    return row | {name: _with_spread(values[name], case.show) for name in others}
 
 
-def _steps(case: Case, medians: Medians) -> list[str]:
-    """What one step of a case took."""
+def _per_step(case: Case, medians: Medians) -> list[str]:
+    """Return the table row that shows the time per step of a case."""
     assert case.steps
     steps = case.steps
-    return [case.name, *(_of_one_step(values, steps) for values in medians[case.name].values())]
+    return [case.name, *(_one_step(values, steps) for values in medians[case.name].values())]
 
 
 def _alone(case: Case, medians: Medians) -> list[str]:
+    """Return the table row of a case with a single contestant."""
     [values] = medians[case.name].values()
-    steps = [_of_one_step(values, case.steps)] if case.steps else []
+    steps = [_one_step(values, case.steps)] if case.steps else []
     return [case.name, _with_spread(values, case.show), *steps]
 
 
-def _of_one_step(values: list[float], steps: Steps) -> str:
+def _one_step(values: list[float], steps: Steps) -> str:
     return _with_spread([value / steps.count for value in values], steps.show)
-
-
-def _ratios(these: list[float], those: list[float]) -> list[float]:
-    """Round by round; none if one side failed."""
-    return [a / b for a, b in zip(these, those, strict=True)] if these and those else []
 
 
 def _with_spread(values: list[float], show: Callable[[float], str]) -> str:

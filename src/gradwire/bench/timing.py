@@ -1,4 +1,4 @@
-"""Seconds: how they are taken, and how they are put into words."""
+"""Measure and format times."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ from typing import Any
 
 
 def seconds_each(call: Callable[[], Any], count: int, warm_up: int) -> list[float]:
-    """How long each of `count` calls took."""
+    """Call a function `warm_up` times, and then `count` times. Return the seconds of each of the
+    `count` calls."""
     for _ in range(warm_up):
         call()
     clock = time.perf_counter

@@ -1,18 +1,20 @@
-"""gradwire in the place of torch's own RPC, for programs that are not changed.
+"""Run programs on gradwire that were written for torch's RPC.
+
+Such a program needs no changes if it is started like this:
 
     gradwire run --torch -n 4 train.py
 
-or, as the first lines of a program that imports `torch.distributed.rpc`:
+Otherwise, the program must begin with these lines, before it imports `torch.distributed.rpc`:
 
     import gradwire.compat
     gradwire.compat.install()
 
-What torch has and gradwire does not want in its own API, private names and exact wording among
-it, lives here and nowhere else. The modules are named after those they stand in for.
+This package holds everything that only such programs need, for example torch's private names and
+the exact texts of torch's errors. Each module is named after the torch module it replaces.
 """
 
 from __future__ import annotations
 
-from gradwire.compat.installing import install, is_installed, uninstall
+from gradwire.compat.installation import install, is_installed, uninstall
 
 __all__ = ["install", "is_installed", "uninstall"]

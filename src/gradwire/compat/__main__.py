@@ -1,4 +1,4 @@
-"""Runs a program with gradwire in the place of torch's RPC: python -m gradwire.compat train.py"""
+"""Run a program on gradwire instead of torch's RPC: ``python -m gradwire.compat train.py``."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from gradwire.compat import install
 
 
 def main() -> None:
+    """Install gradwire, then run the script or module named by the command line."""
     command = sys.argv[1:]
     if not command or command == ["-m"]:
         sys.exit("usage: python -m gradwire.compat (script.py | -m module) [arguments...]")
@@ -23,8 +24,9 @@ def main() -> None:
     sys.argv = command
     sys.path[0] = str(Path(script).resolve().parent)
     code = compile(Path(script).read_bytes(), script, "exec")
-    # In the real __main__, not in a module that is emptied when it is through: threads of the
-    # program may live longer, and functions are sent under the name __main__.
+    # The program must run in the real module `__main__`, because its functions are sent to other
+    # workers under that module name. `runpy` would use a temporary module instead. It would clear
+    # that module at the end of the script, although threads of the program may still run.
     program = sys.modules["__main__"].__dict__
     for name in [name for name in program if not name.startswith("__")]:
         del program[name]

@@ -1,4 +1,4 @@
-"""gradwire as ``torch.distributed.autograd``."""
+"""The functions of ``torch.distributed.autograd``, implemented by gradwire."""
 
 from __future__ import annotations
 
@@ -8,11 +8,12 @@ from typing import Any
 
 from torch import Tensor
 
-from gradwire import autograd, current
+from gradwire import autograd
+from gradwire._core import current
+from gradwire._core.autograd.context import current_id
+from gradwire._core.autograd.plan import make_roots
 from gradwire.compat.graph import DistAutogradContext
 from gradwire.errors import GradwireError
-from gradwire.gradients.context import current_id
-from gradwire.gradients.graph import make_roots
 
 __all__ = ["backward", "context", "get_gradients", "is_available"]
 
@@ -24,11 +25,13 @@ def is_available() -> bool:
 
 
 def _init(worker_id: int) -> None:
-    """torch is told its rank here; a worker of gradwire knows it."""
+    """Do nothing. In torch, this function sets the id of the worker. A worker of gradwire knows its
+    id already."""
 
 
 class context:
-    """Records the calls of a block; see `gradwire.autograd.context`."""
+    """Record the remote calls in a with block for a backward pass; see
+    `gradwire.autograd.context`."""
 
     def __enter__(self) -> int:
         _check_not_inside()
@@ -40,13 +43,13 @@ class context:
 
 
 def backward(context_id: int, roots: Sequence[Tensor], retain_graph: bool = False) -> None:
-    """Compute the gradients of the roots; see `gradwire.autograd.backward`."""
+    """Run a distributed backward pass from the roots; see `gradwire.autograd.backward`."""
     if not isinstance(context_id, int) or not isinstance(roots, (list, tuple)):
         raise TypeError(
-            "backward(): incompatible function arguments. It takes the id of a context and a list "
-            f"of tensors, not {context_id!r} and {roots!r}"
+            "backward(): incompatible function arguments. It takes a context id and a list of "
+            f"tensors, not {context_id!r} and {roots!r}"
         )
-    current.worker().contexts.get(context_id)
+    current.runtime().contexts.get(context_id)
     try:
         make_roots(roots)
     except ValueError as error:
@@ -56,19 +59,19 @@ def backward(context_id: int, roots: Sequence[Tensor], retain_graph: bool = Fals
     except GradwireError:
         raise
     except Exception as error:
-        raise RuntimeError(f"Error on Node {_where(error)}: {error}") from error
+        raise RuntimeError(f"Error on Node {_failed_worker_id(error)}: {error}") from error
 
 
-def _where(error: BaseException) -> int:
-    """The id of the worker on which a pass has failed."""
-    worker = current.worker()
-    found = re.search('on worker "(.+?)"', str(error.__cause__))
-    info = worker.info if found is None else worker.worker_info(found[1])
-    id: int = info.id
-    return id
+def _failed_worker_id(error: BaseException) -> int:
+    """Return the id of the worker on which a backward pass raised this error."""
+    runtime = current.runtime()
+    match = re.search('on worker "(.+?)"', str(error.__cause__))
+    info = runtime.info if match is None else runtime.worker_info(match[1])
+    worker_id: int = info.id
+    return worker_id
 
 
-# -- looking inside
+# -- inspection
 
 
 def _check_not_inside() -> None:
@@ -81,46 +84,46 @@ def _check_not_inside() -> None:
 
 def _new_context() -> DistAutogradContext:
     _check_not_inside()
-    made = current.worker().contexts.new()
-    current_id.set(made.id)
-    return DistAutogradContext(made)
+    context = current.runtime().contexts.new()
+    current_id.set(context.id)
+    return DistAutogradContext(context)
 
 
 def _release_context(context_id: int) -> None:
     if current_id.get() == context_id:
         current_id.set(None)
-    worker = current.worker()
-    worker.contexts.get(context_id)
-    worker.engine.release(context_id)
+    runtime = current.runtime()
+    runtime.contexts.get(context_id)  # `get` raises an error if there is no such context.
+    runtime.releases.release(context_id)
 
 
 def _retrieve_context(context_id: int) -> DistAutogradContext:
-    return DistAutogradContext(current.worker().contexts.get(context_id))
+    return DistAutogradContext(current.runtime().contexts.get(context_id))
 
 
 def _current_context() -> DistAutogradContext:
-    id = current_id.get()
-    if id is None:
+    context_id = current_id.get()
+    if context_id is None:
         raise RuntimeError(
             "this thread has no autograd context: enter torch.distributed.autograd.context() first"
         )
-    return _retrieve_context(id)
+    return _retrieve_context(context_id)
 
 
 def _is_valid_context(context_id: int) -> None:
-    """Raises an error if there is no such context."""
+    """Raise an error if this worker has no context with this id."""
     _retrieve_context(context_id)
 
 
 def _get_max_id() -> int:
-    id: int = current.worker().contexts.max_id
-    return id
+    max_id: int = current.runtime().contexts.max_id
+    return max_id
 
 
 def _get_debug_info() -> dict[str, str]:
-    contexts = current.worker().contexts.all()
-    passes = sum(not found.finished for one in contexts for found in list(one.passes.values()))
+    contexts = current.runtime().contexts.all()
+    passes = [each for context in contexts for each in list(context.passes.values())]
     return {
-        "num_current_backward_passes": str(passes),
+        "num_current_backward_passes": str(sum(not each.finished for each in passes)),
         "num_autograd_contexts": str(len(contexts)),
     }

@@ -1,9 +1,11 @@
-"""`DistributedDataParallel` inside of a context.
+"""Support for `DistributedDataParallel` modules inside a distributed autograd context.
 
-Its reducer averages gradients between processes. It works in hooks that run when torch has
-accumulated a gradient, and looks for them in `.grad`, or in a context of torch's own C++ library.
-Here they come to it by way of `.grad`: the parameters of each such module are a group of leaves
-that torch accumulates at the end of a pass; see `gradwire.gradients.accumulation`.
+Such a module has a *reducer*, which averages gradients between processes. The reducer works in
+hooks that torch runs after it has accumulated a gradient. It takes the gradients from `.grad`, or
+from a context of torch's own C++ library, which gradwire does not have. So gradwire must put the
+gradients into `.grad` for the reducer. The parameters of each such module form a group. At the end
+of a backward pass, gradwire lets torch accumulate the gradients of the whole group into `.grad`
+(see `gradwire._core.autograd.leaf_accumulation`).
 """
 
 from __future__ import annotations
@@ -19,40 +21,49 @@ import torch
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
-from gradwire.gradients.accumulation import Group
-from gradwire.gradients.context import current_id
-from gradwire.gradients.functions import running
-from gradwire.ids import INTO_GRAD
+from gradwire._core.autograd.context import current_id
+from gradwire._core.autograd.leaf_accumulation import LeafGroup
+from gradwire._core.autograd.region_run import current_run
+from gradwire._core.ids import INTO_GRAD
 
-#: Of every module that was used here.
-_groups: weakref.WeakKeyDictionary[DistributedDataParallel, Averaged] = weakref.WeakKeyDictionary()
-_changing = threading.RLock()
+#: Maps each `DistributedDataParallel` module that was called in this process to the group of its
+#: parameters.
+_groups: weakref.WeakKeyDictionary[DistributedDataParallel, AveragedGroup] = (
+    weakref.WeakKeyDictionary()
+)
+_groups_lock = threading.RLock()
 
 
-def averaged_parameters() -> Collection[Group]:
-    with _changing:
+def averaged_parameters() -> Collection[LeafGroup]:
+    """Return the groups of parameters whose gradients are averaged between processes.
+
+    >>> engine.register_leaf_groups(averaged_parameters)       # doctest: +SKIP
+    """
+    with _groups_lock:
         return list(_groups.values())
 
 
-class Averaged(Group):
-    """The parameters of a module whose gradients are averaged between processes."""
+class AveragedGroup(LeafGroup):
+    """The parameters of one `DistributedDataParallel` module. The module averages the gradients of
+    these parameters between processes."""
 
     def __init__(self, module: DistributedDataParallel):
         self.leaves = [leaf for leaf in module._module_parameters if leaf.requires_grad]
         self._reducer: Any = module.reducer
         self.in_forward = False
-        #: Whether the module was last used inside of `no_sync()`.
-        self.unaveraged_on_purpose = False
-        #: Whether all gradients are averaged at the end, as those of the first backward of a static
-        #: graph are, and not by the hooks.
-        self.at_the_end = False
+        #: Whether the last call of the module was inside `no_sync()`.
+        self.in_no_sync = False
+        #: Whether all gradients are averaged together at the end of the backward pass, and not
+        #: earlier in hooks. Torch averages them together in the first backward pass of a module
+        #: with the option `static_graph`.
+        self.averages_at_end = False
 
     @contextmanager
     def accumulating(self) -> Iterator[None]:
-        times = self._reducer.get_backward_stats()
+        stats_before = self._reducer.get_backward_stats()
         yield
-        if self.at_the_end:
-            self.at_the_end = False
+        if self.averages_at_end:
+            self.averages_at_end = False
             self._reducer._delay_all_reduce()
             return
         try:
@@ -62,12 +73,14 @@ class Averaged(Group):
                 f"the gradients of {self} were not averaged, for some parameters have none. Torch "
                 f"says: {error}"
             ) from error
-        # The reducer notes when each gradient was there, if it expects them.
-        if self._reducer.get_backward_stats() == times and not self.unaveraged_on_purpose:
+        # The reducer records when each gradient is ready, but only in a backward pass in which it
+        # averages gradients. So if its records have not changed, it has averaged nothing. That is
+        # an error, except inside `no_sync()`.
+        if self._reducer.get_backward_stats() == stats_before and not self.in_no_sync:
             raise RuntimeError(
                 f"the gradients of {self} would not be averaged: it does so in one backward per "
-                "forward, and there was one since. Call the module again before each backward; or "
-                "inside of its no_sync(), if they are not to be averaged"
+                "forward, and there was one since. Call the module again before each backward. If "
+                "the gradients must not be averaged, call it inside its no_sync()"
             )
 
     def __str__(self) -> str:
@@ -75,14 +88,18 @@ class Averaged(Group):
 
 
 def forward_like(original: Callable[..., Any]) -> Callable[..., Any]:
-    """`DistributedDataParallel.forward`, which takes note of the module."""
+    """Return a `DistributedDataParallel.forward` that also registers the module's parameters as a
+    group whose gradients are averaged.
+
+    >>> DistributedDataParallel.forward = forward_like(original)    # doctest: +SKIP
+    """
 
     @functools.wraps(original)
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
             return original(self, *args, **kwargs)
         group = _group_of(self)
-        group.unaveraged_on_purpose = not self.require_backward_grad_sync
+        group.in_no_sync = not self.require_backward_grad_sync
         group.in_forward = True
         try:
             return original(self, *args, **kwargs)
@@ -92,65 +109,77 @@ def forward_like(original: Callable[..., Any]) -> Callable[..., Any]:
     return forward
 
 
-def _in_a_context() -> bool:
-    """One that collects gradients."""
-    context = current_id.get()
-    return context is not None and not context & INTO_GRAD
+def _in_collecting_context() -> bool:
+    """Return whether this thread is in an autograd context that keeps the gradients in the context
+    instead of in `.grad`."""
+    context_id = current_id.get()
+    return context_id is not None and not context_id & INTO_GRAD
 
 
-def _group_of(module: Any) -> Averaged:
-    if _in_a_context():
-        _check(module)
-    with _changing:
-        found = _groups.get(module)
-        if found is None:
-            found = Averaged(module)
-            _forget_groups_with(found.leaves)
-            _groups[module] = found
-        return found
+def _group_of(module: Any) -> AveragedGroup:
+    if _in_collecting_context():
+        _refuse_unsupported(module)
+    with _groups_lock:
+        group = _groups.get(module)
+        if group is None:
+            group = AveragedGroup(module)
+            _forget_groups_with(group.leaves)
+            _groups[module] = group
+        return group
 
 
 def _forget_groups_with(leaves: Sequence[Tensor]) -> None:
-    """Where parameters have been given to another module, the one they were in before has had its
-    day; torch may still keep it."""
+    """Remove each registered group that contains at least one of these leaves (parameters).
+
+    A program may wrap parameters in a new `DistributedDataParallel` module and stop using the old
+    one. Torch may keep the old module alive. So the group of the old module would stay registered,
+    but a parameter may belong to one group only.
+    """
     ids = {id(leaf) for leaf in leaves}
     for module, group in list(_groups.items()):
         if any(id(leaf) in ids for leaf in group.leaves):
-            if group.in_forward and _in_a_context():
+            if group.in_forward and _in_collecting_context():
                 raise NotImplementedError(
-                    "a DistributedDataParallel is inside of another. Their gradients would be "
+                    "a DistributedDataParallel is inside another one. Their gradients would be "
                     "averaged twice: leave the inner one out"
                 )
             del _groups[module]
 
 
-def _check(module: Any) -> None:
-    """Refuse what averages gradients in ways that a context does not have."""
+def _refuse_unsupported(module: Any) -> None:
+    """Raise an error if the module averages gradients in a way that cannot work in an autograd
+    context."""
     unsupported = {
         "delay_all_reduce_named_params": module._delay_grad_buffer is not None,
         "mixed_precision": module.mixed_precision is not None,
         "the reducer written in Python": module._use_python_reducer,
     }
-    for what, is_used in unsupported.items():
+    for feature, is_used in unsupported.items():
         if is_used:
             raise NotImplementedError(
-                f"DistributedDataParallel with {what} does not work in a context of "
+                f"DistributedDataParallel with {feature} does not work in a context of "
                 "torch.distributed.autograd: leave that out, or open the context with "
                 "gradwire.autograd.context(into_grad=True) and use an ordinary optimizer"
             )
 
 
 def sink_like(original: Callable[..., Any]) -> Callable[..., Any]:
-    """The backward of the outputs of such a module. Where the graph is static, the first one has
-    torch average all gradients when the run ends that it is part of. A pass may consist of several
-    runs, and averages at its end."""
+    """Return a `backward` for `_DDPSink`, the autograd node behind the outputs of a
+    `DistributedDataParallel` module.
+
+    If the module has the option `static_graph`, torch's own `backward` averages all gradients at
+    the end of the first run of torch's autograd engine. But a distributed backward pass may consist
+    of several runs. So the returned `backward` postpones the averaging to the end of the pass.
+
+        >>> _DDPSink.backward = sink_like(_DDPSink.backward)       # doctest: +SKIP
+    """
 
     def backward(ctx: Any, *gradients: Any) -> Any:
         module = ctx.ddp_weakref()
-        in_a_pass = running.aside
-        if in_a_pass and module.static_graph and not module._static_graph_delay_allreduce_enqueued:
+        in_pass = current_run.collects_gradients
+        if in_pass and module.static_graph and not module._static_graph_delay_allreduce_enqueued:
             module._static_graph_delay_allreduce_enqueued = True
-            _groups[module].at_the_end = True
+            _groups[module].averages_at_end = True
         return original(ctx, *gradients)
 
     return backward

@@ -1,7 +1,8 @@
 """`torch.futures.wait_all` and `collect_all` for gradwire's futures.
 
-torch fails as soon as one future does. It looks for errors where only its own C++ code can put
-them, so it would wait for all of gradwire's.
+Both functions fail as soon as one future fails. torch's versions look for a failure in a field that
+only torch's C++ code can set. So torch's versions would not notice that a gradwire future has
+failed, and would wait for all the other futures.
 """
 
 from __future__ import annotations
@@ -12,51 +13,62 @@ from typing import Any
 
 import torch
 
-from gradwire.agent.futures import Future
+from gradwire._core.rpc.futures import Future
 
 
 def _first_error_or_all(futures: Sequence[Any]) -> Future[list[Any]]:
-    """Done when all are, or when one has failed."""
+    """Return a future that is done when all futures are done, or as soon as one has failed."""
     outcome: Future[list[Any]] = Future(None, "waiting for futures")
     outcome.expect_failure()
-    left = itertools.count(len(futures) - 1, -1)
-    failed = itertools.count()
+    # The callbacks of the futures run in several threads. `next` on a counter is atomic, so the
+    # counters need no lock.
+    remaining = itertools.count(len(futures) - 1, -1)
+    failures = itertools.count()
 
-    def look(future: Any) -> None:
+    def on_done(future: Any) -> None:
         try:
             future.value()
         except Exception as error:
-            if next(failed) == 0:
+            if next(failures) == 0:
                 outcome.set_exception(error)
-        if next(left) == 0 and next(failed) == 0:
+        if next(remaining) == 0 and next(failures) == 0:
             outcome.set_result(list(futures))
 
     for future in futures:
-        future.add_done_callback(look)
+        future.add_done_callback(on_done)
     return outcome
 
 
-def _are_ours(futures: Sequence[Any]) -> bool:
+def _has_gradwire_future(futures: Sequence[Any]) -> bool:
     return any(isinstance(future, Future) for future in futures)
 
 
-def wait_all_like(original: Callable[..., Any]) -> Callable[..., Any]:
+def wrap_wait_all(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a `wait_all` that supports gradwire's futures. If all futures are torch's own, the
+    returned function calls torch's own `wait_all`."""
+
     def wait_all(futures: Sequence[Any]) -> list[Any]:
-        """The values of all futures; raises the first error as soon as it is there."""
-        if not _are_ours(futures):
-            waited: list[Any] = original(futures)
-            return waited
-        # torch's own `wait`: a worker knows by it that its thread waits.
+        """Return the values of all futures. If one fails, raise its error without waiting for the
+        others."""
+        if not _has_gradwire_future(futures):
+            values: list[Any] = original(futures)
+            return values
+        # Call torch's own `wait`, because gradwire recognizes a waiting thread by the stack frame
+        # of torch's function.
         torch.futures.Future.wait(_first_error_or_all(futures))
         return [future.wait() for future in futures]
 
     return wait_all
 
 
-def collect_all_like(original: Callable[..., Any]) -> Callable[..., Any]:
+def wrap_collect_all(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a `collect_all` that supports gradwire's futures. If all futures are torch's own, the
+    returned function calls torch's own `collect_all`."""
+
     def collect_all(futures: Sequence[Any]) -> Any:
-        """A future of all futures, done when all are, or when one has failed."""
-        if not _are_ours(futures):
+        """Return a future whose value is the list of these futures. The returned future is done
+        when all of them are done, or as soon as one of them has failed."""
+        if not _has_gradwire_future(futures):
             return original(futures)
         return _first_error_or_all(futures)
 

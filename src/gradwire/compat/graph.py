@@ -1,22 +1,24 @@
-"""Contexts and graphs as programs written for torch look at them.
+"""Autograd contexts and autograd graphs in the form in which torch shows them to programs.
 
-torch puts a node into the graph where a message left and where one arrived. gradwire has none
-there, so the nodes shown here are views: of what was sent, of what came, and of torch's own nodes
-in between, which lead on to such views.
+For each message with tensors, torch puts a node into the sender's autograd graph and another node
+into the receiver's. gradwire has no such nodes. So the classes here are views: objects that look
+like torch's nodes. There is a view of a sent message, of a received message, and of an ordinary
+autograd node. The `next_functions` of a view lead to further views.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
-from gradwire.gradients.context import Context
-from gradwire.gradients.functions import Recv, Send
+from gradwire._core.autograd.boundary import Recv, Send
+from gradwire._core.autograd.context import Context
 
 _NAMESPACE = "torch::distributed::autograd"
 
 
 class DistAutogradContext:
-    """A context on this worker."""
+    """A view of a distributed autograd context, with the private methods that torch's tests
+    call."""
 
     def __init__(self, context: Context):
         self._context = context
@@ -35,7 +37,8 @@ class DistAutogradContext:
 
 
 class SendNode:
-    """Where a message left: leads to the history of the tensors in it."""
+    """A view of a sent message as an autograd node. Its `next_functions` lead to the autograd
+    history of the tensors in the message."""
 
     def __init__(self, context: Context, send: Send):
         self._context = context
@@ -46,12 +49,13 @@ class SendNode:
 
     @property
     def next_functions(self) -> tuple[tuple[Any, int], ...]:
-        edges = [self._send.edge(position) for position in range(len(self._send.ends))]
-        return tuple(_shown(self._context, edge.node, edge.output_nr) for edge in edges)
+        edges = [self._send.edge(position) for position in range(len(self._send.proxies))]
+        return tuple(_view_of(self._context, edge.node, edge.output_nr) for edge in edges)
 
 
 class RecvNode:
-    """Where a message arrived; equal to the node torch has there."""
+    """A view of a received message as an autograd node. The view compares as equal (`==`) to the
+    autograd node of each tensor in the message."""
 
     next_functions: tuple[tuple[Any, int], ...] = ()
 
@@ -64,14 +68,15 @@ class RecvNode:
     def __eq__(self, other: object) -> bool:
         if isinstance(other, RecvNode):
             return other._recv is self._recv
-        return _leads_to(other, self._recv)
+        return _is_recv_node(other, self._recv)
 
     def __hash__(self) -> int:
         return hash(self._recv)
 
 
 class Node:
-    """One of torch's nodes; leads to views."""
+    """A view of one of torch's autograd nodes. Its `next_functions` contain views instead of
+    torch's nodes."""
 
     def __init__(self, context: Context, node: Any):
         self._context = context
@@ -80,7 +85,7 @@ class Node:
     @property
     def next_functions(self) -> tuple[tuple[Any, int], ...]:
         edges = self._node.next_functions
-        return tuple(_shown(self._context, node, number) for node, number in edges)
+        return tuple(_view_of(self._context, node, output) for node, output in edges)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._node, name)
@@ -92,13 +97,14 @@ class Node:
         return hash(self._node)
 
 
-def _shown(context: Context, node: Any, number: int) -> tuple[Any, int]:
+def _view_of(context: Context, node: Any, output: int) -> tuple[Any, int]:
+    """Return a pair like those in torch's `next_functions`: a view of an autograd node, and the
+    number of one of its outputs."""
     for recv in list(context.recvs.values()):
-        if _leads_to(node, recv):
-            return RecvNode(recv), number
-    return (None if node is None else Node(context, node)), number
+        if _is_recv_node(node, recv):
+            return RecvNode(recv), output
+    return (None if node is None else Node(context, node)), output
 
 
-def _leads_to(node: Any, recv: Recv) -> bool:
-    """Whether a node is where one of the tensors of a message comes from."""
-    return any(node is anchor for anchor in recv.anchors)
+def _is_recv_node(node: Any, recv: Recv) -> bool:
+    return any(node is recv_node for recv_node in recv.recv_nodes)

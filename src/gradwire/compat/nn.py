@@ -8,7 +8,7 @@ from typing import Any
 from torch import nn
 
 from gradwire import nn as gradwire_nn
-from gradwire.wire.values import is_encoding
+from gradwire._core.wire.encoding import is_encoding
 
 __all__ = ["RemoteModule"]
 
@@ -16,8 +16,9 @@ __all__ = ["RemoteModule"]
 class RemoteModule(gradwire_nn.RemoteModule):
     """A module on another worker; see `gradwire.nn.RemoteModule`."""
 
-    #: What torch says of such a module when it neither moves tensors between devices by a map nor
-    #: can be compiled.
+    #: torch's `RemoteModule` has the attributes `is_device_map_set` and `is_scriptable`. Both are
+    #: False here, because a remote module of gradwire has no device map and cannot be compiled by
+    #: TorchScript.
     is_device_map_set = False
     is_scriptable = False
 
@@ -40,7 +41,7 @@ class RemoteModule(gradwire_nn.RemoteModule):
         if not is_encoding():
             raise RuntimeError(
                 "Cannot pickle RemoteModule in python pickler. RemoteModule can only be pickled "
-                "when using RPC: save what its state_dict() gives instead"
+                "when using RPC: save its state_dict() instead"
             )
         return super().__reduce__()
 

@@ -1,7 +1,8 @@
-"""TorchScript, as far as Python goes.
+"""Support for TorchScript.
 
-Compiled functions and modules can be sent and called. What mentions other workers is not compiled,
-since the compiler knows torch's own references only, and runs as the Python it is.
+Functions and modules compiled by TorchScript can be sent and called. Code that mentions RPC or
+remote references is not compiled, because the compiler only knows torch's own RPC. Such code runs
+as Python.
 """
 
 from __future__ import annotations
@@ -17,20 +18,23 @@ from typing import Any
 
 import torch
 
+from gradwire._core.wire.codec import Codec
 from gradwire.compat.nn import RemoteModule
-from gradwire.wire.values import Codec
 
-_REMOTE = re.compile(r"\bRRef\b|\brpc\.|\bdist_autograd\.")
+#: Finds the names of RPC in source code. TorchScript can compile code with these names only for
+#: torch's own RPC.
+_RPC_IN_SOURCE = re.compile(r"\bRRef\b|\brpc\.|\bdist_autograd\.")
 
 
-def script_like(original: Callable[..., Any]) -> Callable[..., Any]:
-    """`torch.jit.script`, but what is about references to other workers comes back as it is."""
+def wrap_script(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a replacement for `torch.jit.script` that does not compile code if the code mentions
+    RPC or remote references."""
 
     @functools.wraps(original)
     def script(obj: Any, *args: Any, **kwargs: Any) -> Any:
         if isinstance(obj, RemoteModule):
             return obj
-        if not _is_about_other_workers(obj):
+        if not _mentions_rpc(obj):
             return original(obj, *args, **kwargs)
         warnings.warn(
             f"{obj.__qualname__} is not compiled: TorchScript does not know gradwire's references. "
@@ -42,33 +46,37 @@ def script_like(original: Callable[..., Any]) -> Callable[..., Any]:
     return script
 
 
-def _is_about_other_workers(obj: Any) -> bool:
+def _mentions_rpc(obj: Any) -> bool:
+    """Return whether the source code of a function or class mentions RPC or RRefs."""
     try:
-        return bool(_REMOTE.search(inspect.getsource(obj)))
+        return bool(_RPC_IN_SOURCE.search(inspect.getsource(obj)))
     except (OSError, TypeError):
         return False
 
 
-def teach(codec: Codec) -> None:
-    """Let compiled functions and modules be sent: functions by name, modules by value."""
-    codec.teach(torch.jit.ScriptFunction, "script function", _name_of, _function_of)
-    codec.teach(torch.jit._script.RecursiveScriptModule, "script module", _bytes_of, _module_of)
+def register_type(codec: Codec) -> None:
+    """Make a codec (which encodes messages) send TorchScript functions by name and TorchScript
+    modules by value."""
+    codec.register_type(torch.jit.ScriptFunction, "script function", _function_name, _function)
+    codec.register_type(
+        torch.jit._script.RecursiveScriptModule, "script module", _module_bytes, _module
+    )
 
 
-def _name_of(function: Any) -> tuple[str, str]:
+def _function_name(function: Any) -> tuple[str, str]:
     module, _, name = function.qualified_name.removeprefix("__torch__.").rpartition(".")
     return module or "__main__", name
 
 
-def _function_of(name: tuple[str, str]) -> Any:
+def _function(name: tuple[str, str]) -> Any:
     return getattr(importlib.import_module(name[0]), name[1])
 
 
-def _bytes_of(module: Any) -> bytes:
+def _module_bytes(module: Any) -> bytes:
     buffer = io.BytesIO()
     torch.jit.save(module, buffer)
     return buffer.getvalue()
 
 
-def _module_of(saved: bytes) -> Any:
+def _module(saved: bytes) -> Any:
     return torch.jit.load(io.BytesIO(saved))  # type: ignore[no-untyped-call]

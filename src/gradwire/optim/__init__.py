@@ -1,17 +1,17 @@
 """Optimizers for parameters that live on several workers.
 
-`DistributedOptimizer` has the name and the arguments of the one in ``torch.distributed.optim``.
+`DistributedOptimizer` has the name and the arguments of the class in ``torch.distributed.optim``.
 
-    where it is made                              on every owner of parameters
-    ----------------                              ----------------------------
-    DistributedOptimizer                          owner.LocalOptimizer
+    the worker that makes it                      every owner of parameters
+    ------------------------                      -------------------------
+    DistributedOptimizer                          LocalOptimizer (in `_owner`)
       param_groups: RRefs, lr, momentum, ...        has an optimizer of the given class
       step(context_id)      ==== settings ====>     gives it the gradients of the context
       state_dict()          <===== state ======
       load_state_dict()     ====== state =====>
 
-What is changed in `param_groups` goes along with every step. Schedulers change nothing else, so
-those of ``torch.optim.lr_scheduler`` work as they are.
+Settings that were changed in `param_groups` are sent with every step. Learning rate schedulers
+change only such settings, so the schedulers of ``torch.optim.lr_scheduler`` work unchanged.
 """
 
 from __future__ import annotations
@@ -28,20 +28,27 @@ import torch
 from torch import Tensor
 
 from gradwire import autograd, rpc
+from gradwire._core.autograd.copy_on_write import untracked
+from gradwire._core.ids import WorkerInfo
+from gradwire._core.rref.rref import RRef
 from gradwire.errors import RemoteTraceback
-from gradwire.gradients.versions import untracked
-from gradwire.ids import WorkerInfo
-from gradwire.optim.owner import Group, changing, make, making_optimizers, settings_of
-from gradwire.refs.rref import RRef
+from gradwire.optim._owner import (
+    ParamGroup,
+    changing,
+    creation_lock,
+    make_local_optimizer,
+    settings_of,
+)
 
 __all__ = ["DistributedOptimizer", "changing", "untracked"]
 
 
 class DistributedOptimizer(torch.optim.Optimizer):
-    """Applies an optimizer of `optimizer_class` to parameters wherever they live.
+    """An optimizer for parameters on any workers.
 
-    Takes RRefs to them, or groups of RRefs as torch's optimizers take groups of parameters. All
-    other arguments go to the class.
+    It creates one optimizer of the class `optimizer_class` on each worker that owns some of the
+    parameters. `params_rref` are RRefs to the parameters, or groups of RRefs, like the groups of
+    parameters that torch's optimizers accept. `optimizer_class` gets all other arguments.
 
         >>> params = model.remote_parameters()                               # doctest: +SKIP
         >>> optimizer = DistributedOptimizer(torch.optim.SGD, params, lr=1)  # doctest: +SKIP
@@ -51,18 +58,19 @@ class DistributedOptimizer(torch.optim.Optimizer):
         ...     optimizer.step(context_id)
         >>> schedule.step()                                                  # doctest: +SKIP
 
-    The optimizers of several trainers may share parameters: on each owner, their steps take turns.
+    The optimizers of several trainers may share parameters: on each owner their steps take turns.
     """
 
-    #: One for each owner, on that owner.
+    #: For each worker that owns parameters, a reference to its `LocalOptimizer`.
     remote_optimizers: list[RRef[Any]]
-    #: For each owner and group, the numbers of its parameters.
+    #: For each owner, and for each group, the numbers of the owner's parameters in that group. All
+    #: parameters are numbered in the order in which the constructor got them.
     _numbers: list[list[list[int]]]
 
     def __init__(
         self,
         optimizer_class: Callable[..., torch.optim.Optimizer],
-        params_rref: Iterable[RRef[Any]] | Iterable[Group],
+        params_rref: Iterable[RRef[Any]] | Iterable[ParamGroup],
         *args: Any,
         **kwargs: Any,
     ):
@@ -70,42 +78,48 @@ class DistributedOptimizer(torch.optim.Optimizer):
         rrefs = [rref for group in groups for rref in group["params"]]
         numbers = _numbers_by_owner(groups)
         calls = []
-        for owner, mine in numbers.items():
-            part = [
-                {**group, "params": [rrefs[number] for number in mine_in_group]}
-                for group, mine_in_group in zip(groups, mine, strict=True)
+        for owner, numbers_by_group in numbers.items():
+            owned_groups = [
+                {**group, "params": [rrefs[number] for number in numbers_in_group]}
+                for group, numbers_in_group in zip(groups, numbers_by_group, strict=True)
             ]
-            future = rpc.rpc_async(owner, make, args=(optimizer_class, part, args, kwargs))
+            future = rpc.rpc_async(
+                owner, make_local_optimizer, args=(optimizer_class, owned_groups, args, kwargs)
+            )
             calls.append((owner, future.wait))
-        made = _gather(calls)
-        _, defaults, settings = made[0]
-        with making_optimizers:
-            # Not Optimizer.__init__, which wants tensors; this is how optimizers leave a pickle.
+        results = _gather(calls)
+        _, defaults, settings = results[0]
+        with creation_lock:
+            # `Optimizer.__init__` is not called, because it accepts only tensors as parameters.
+            # `__setstate__` sets up the optimizer instead, as it does after unpickling.
             self.__setstate__(
                 {
                     "defaults": defaults,
-                    "state": defaultdict(dict),  # the owners have it
+                    # The state stays empty here, because the owners of the parameters have it.
+                    "state": defaultdict(dict),
                     "param_groups": [
                         {"params": group["params"], **complete}
                         for group, complete in zip(groups, settings, strict=True)
                     ],
-                    "remote_optimizers": [rref for rref, _, _ in made],
+                    "remote_optimizers": [rref for rref, _, _ in results],
                     "_numbers": list(numbers.values()),
                 }
             )
-        self._note_settings()
+        self._note_sent_settings()
 
     def __getstate__(self) -> dict[str, Any]:
-        names = ("remote_optimizers", "_numbers", "_known", "_changed")
+        names = ("remote_optimizers", "_numbers", "_sent_settings", "_changed_keys")
         return {**super().__getstate__(), **{name: getattr(self, name) for name in names}}
 
-    def _ask_owners(self, method: str, arguments: Sequence[tuple[Any, ...]]) -> list[Any]:
-        """Call a method of the optimizers of all owners, with arguments for each."""
-        asked = list(zip(self.remote_optimizers, arguments, strict=True))
+    def _call_owners(self, method: str, arguments: Sequence[tuple[Any, ...]]) -> list[Any]:
+        """Call a method of the `LocalOptimizer` of each owner, and return the results. `arguments`
+        has a tuple with the arguments for each owner."""
         calls: list[tuple[WorkerInfo, Callable[[], Any]]] = []
-        for rref, args in asked:
+        for rref, args in zip(self.remote_optimizers, arguments, strict=True):
             if rref.is_owner():
-                # As if it had been sent, but on this thread, while the others work.
+                # If this worker owns parameters, its own call runs on this thread while the other
+                # owners work. The arguments are copied, as they would be if they were sent to
+                # another worker.
                 run = partial(getattr(rref.local_value(), method), *copy.deepcopy(args))
             else:
                 run = getattr(rref.rpc_async(), method)(*args).wait
@@ -115,149 +129,163 @@ class DistributedOptimizer(torch.optim.Optimizer):
     # -- steps
 
     def step(self, context_id: int) -> None:  # type: ignore[override]
-        """Apply the gradients that a context has collected, on all owners at the same time;
-        returns when all are done. To be called inside the context. Parameters that have no gradient
-        there stay as they are, and `.grad` is not touched.
+        """Apply the gradients of a context on all workers that own parameters, at the same time.
 
-        If some owners fail, the others have stepped nevertheless. The first error is raised; its
-        cause names all owners that failed.
+        Call this method inside the context. It returns when all owners are done. Parameters without
+        a gradient in the context stay as they are, and `.grad` is not touched.
+
+        If the step fails on some owners, the other owners still make it. The first error is raised,
+        and its cause names all owners on which the step failed.
 
             >>> optimizer.step(context_id)     # doctest: +SKIP
         """
-        autograd.get_gradients(context_id)  # so that a wrong id fails here, before anybody steps
-        self._ask_owners("step", [(context_id, self._changes())] * len(self.remote_optimizers))
+        # If the id is wrong, this call raises an error before any owner has made a step.
+        autograd.get_gradients(context_id)
+        self._call_owners(
+            "step", [(context_id, self._changed_settings())] * len(self.remote_optimizers)
+        )
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Does nothing: every context starts without gradients.
+        """Do nothing, because every context starts without gradients.
 
         >>> optimizer.zero_grad()              # doctest: +SKIP
         """
 
-    def add_param_group(self, param_group: Group) -> None:
-        """Not possible: give all groups to the constructor.
+    def add_param_group(self, param_group: ParamGroup) -> None:
+        """Raise an error: all groups must be given to the constructor.
 
         >>> DistributedOptimizer(SGD, [{"params": a}, {"params": b, "lr": 2}])     # doctest: +SKIP
         """
         raise NotImplementedError(
-            "a DistributedOptimizer gets all its parameter groups when it is made: "
+            "a DistributedOptimizer must be given all its parameter groups when it is made: "
             'DistributedOptimizer(cls, [{"params": rrefs}, {"params": more_rrefs, "lr": 0.1}])'
         )
 
     # -- settings
 
-    def _note_settings(self) -> None:
-        """The owners have the settings as they are now."""
-        self._known = copy.deepcopy([settings_of(group) for group in self.param_groups])
-        self._changed: list[set[str]] = [set() for _ in self.param_groups]
+    def _note_sent_settings(self) -> None:
+        """Note that the owners of the parameters now have the same settings as `param_groups`."""
+        self._sent_settings = copy.deepcopy([settings_of(group) for group in self.param_groups])
+        #: For each group, the names of the settings that the program has changed since this method
+        #: was called.
+        self._changed_keys: list[set[str]] = [set() for _ in self.param_groups]
 
-    def _changes(self) -> list[Group]:
-        """For each group, the settings that were ever changed here. Others are not mentioned:
-        some optimizers keep numbers of their own among them."""
-        groups = zip(self.param_groups, self._known, self._changed, strict=True)
-        for group, known, changed in groups:
+    def _changed_settings(self) -> list[ParamGroup]:
+        """Return, for each group, the settings that the program has changed here at any time. The
+        owners get no other settings. Some optimizers keep values of their own among the settings,
+        and these values must not be overwritten."""
+        groups = zip(self.param_groups, self._sent_settings, self._changed_keys, strict=True)
+        for group, sent, changed_keys in groups:
             for key, value in settings_of(group).items():
-                if key not in known or not _same(value, known[key]):
-                    changed.add(key)
+                if key not in sent or not _equal(value, sent[key]):
+                    changed_keys.add(key)
         return [
-            {key: group[key] for key in changed}
-            for group, changed in zip(self.param_groups, self._changed, strict=True)
+            {key: group[key] for key in changed_keys}
+            for group, changed_keys in zip(self.param_groups, self._changed_keys, strict=True)
         ]
 
     # -- checkpoints
 
     def state_dict(self) -> dict[str, Any]:
-        """The state of the optimizers of all owners, as one of torch's optimizers would give it:
-        parameters are numbered in the order in which they were given here. So it can be loaded
-        again when they live on other workers, or all in one process.
+        """Return the state of the optimizers of all owners, in the form of torch's optimizers.
+
+        Parameters are numbered in the order in which they were given to the constructor. So the
+        state can be loaded when the parameters live on other workers, or all in one process.
 
             >>> torch.save(optimizer.state_dict(), "optimizer.pt")         # doctest: +SKIP
         """
-        parts = self._ask_owners("state_dict", [()] * len(self.remote_optimizers))
+        parts = self._call_owners("state_dict", [()] * len(self.remote_optimizers))
         state = {}
-        for numbers, part in zip(self._numbers, parts, strict=True):
-            number_of = list(itertools.chain.from_iterable(numbers))
-            state.update({number_of[place]: kept for place, kept in part["state"].items()})
+        for numbers_by_group, part in zip(self._numbers, parts, strict=True):
+            numbers = list(itertools.chain.from_iterable(numbers_by_group))
+            state.update({numbers[key]: entry for key, entry in part["state"].items()})
         next_number = itertools.count()
         groups = []
-        for group, theirs, changes in zip(
-            self.param_groups, parts[0]["param_groups"], self._changes(), strict=True
+        for group, group_of_owner, changed in zip(
+            self.param_groups, parts[0]["param_groups"], self._changed_settings(), strict=True
         ):
             numbers_in_group = [next(next_number) for _ in group["params"]]
-            groups.append({**theirs, **copy.deepcopy(changes), "params": numbers_in_group})
+            groups.append({**group_of_owner, **copy.deepcopy(changed), "params": numbers_in_group})
         return {"state": dict(sorted(state.items())), "param_groups": groups}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Continue from a state that `state_dict` gave, of this optimizer or of another one over
-        as many parameters in the same order.
+        """Continue from a state that `state_dict` has returned. The state may be that of another
+        optimizer, if it has as many parameters in the same order.
 
             >>> optimizer.load_state_dict(torch.load("optimizer.pt"))      # doctest: +SKIP
         """
         state, groups = state_dict["state"], state_dict["param_groups"]
-        theirs = [len(group["params"]) for group in groups]
-        ours = [len(group["params"]) for group in self.param_groups]
-        if theirs != ours:
+        sizes = [len(group["params"]) for group in groups]
+        expected_sizes = [len(group["params"]) for group in self.param_groups]
+        if sizes != expected_sizes:
             raise ValueError(
-                f"this state does not fit: its groups have {theirs} parameters, the groups of this "
-                f"optimizer {ours}"
+                f"this state does not fit: its groups have {sizes} parameters, the groups of this "
+                f"optimizer {expected_sizes}"
             )
+        #: Maps the number of a parameter to the key under which the given state lists the
+        #: parameter.
         key_of = [key for group in groups for key in group["params"]]
-        parts = []
-        for numbers in self._numbers:
-            keys = [key_of[number] for number in itertools.chain.from_iterable(numbers)]
-            place = itertools.count()
-            part_of_groups = [
-                {**group, "params": [next(place) for _ in mine]}
-                for group, mine in zip(groups, numbers, strict=True)
+        arguments = []
+        for numbers_by_group in self._numbers:
+            keys = [key_of[number] for number in itertools.chain.from_iterable(numbers_by_group)]
+            next_key = itertools.count()
+            groups_of_owner = [
+                {**group, "params": [next(next_key) for _ in numbers]}
+                for group, numbers in zip(groups, numbers_by_group, strict=True)
             ]
-            part_of_state = {place: state[key] for place, key in enumerate(keys) if key in state}
-            parts.append(({"state": part_of_state, "param_groups": part_of_groups},))
-        self._ask_owners("load_state_dict", parts)
+            state_of_owner = {
+                new_key: state[key] for new_key, key in enumerate(keys) if key in state
+            }
+            arguments.append(({"state": state_of_owner, "param_groups": groups_of_owner},))
+        self._call_owners("load_state_dict", arguments)
         for group, loaded in zip(self.param_groups, groups, strict=True):
             group.update(copy.deepcopy(settings_of(loaded)))
-        self._note_settings()
+        self._note_sent_settings()
 
 
-def _as_groups(params_rref: Iterable[Any]) -> list[Group]:
+def _as_groups(params_rref: Iterable[Any]) -> list[ParamGroup]:
     given = list(params_rref)
     if not given:
-        raise ValueError("there is nothing to optimize: params_rref is empty")
+        raise ValueError("params_rref is empty: there is nothing to optimize")
     groups = given if isinstance(given[0], dict) else [{"params": given}]
     groups = [{**group, "params": list(group["params"])} for group in groups]
     for rref in (rref for group in groups for rref in group["params"]):
         if not isinstance(rref, RRef):
             raise TypeError(
-                f"params_rref takes RRefs to parameters, not a {type(rref).__name__}: "
-                "RRef(parameter) refers to one of this worker"
+                f"params_rref must hold RRefs to parameters, not a {type(rref).__name__}: "
+                "RRef(parameter) refers to a parameter of this worker"
             )
     return groups
 
 
-def _numbers_by_owner(groups: list[Group]) -> dict[WorkerInfo, list[list[int]]]:
-    """Number the parameters; for every owner, the numbers of its own in each group."""
+def _numbers_by_owner(groups: list[ParamGroup]) -> dict[WorkerInfo, list[list[int]]]:
+    """Number all parameters in order. Return, for each owner and each group, the numbers of the
+    owner's parameters in that group."""
     numbers: dict[WorkerInfo, list[list[int]]] = {}
     next_number = itertools.count()
     for position, group in enumerate(groups):
         for rref in group["params"]:
-            mine = numbers.setdefault(rref.owner(), [[] for _ in groups])
-            mine[position].append(next(next_number))
+            numbers_by_group = numbers.setdefault(rref.owner(), [[] for _ in groups])
+            numbers_by_group[position].append(next(next_number))
     return numbers
 
 
-def _same(one: Any, other: Any) -> bool:
+def _equal(one: Any, other: Any) -> bool:
     if isinstance(one, Tensor) and isinstance(other, Tensor):
         return torch.equal(one, other)
     return bool(one == other)
 
 
 def _gather(calls: Sequence[tuple[WorkerInfo, Callable[[], Any]]]) -> list[Any]:
-    """The results of all calls, got from this worker first; or, when all have ended, the first
-    error, with a cause that tells of all errors."""
+    """Return the results of calls to several workers, once all have ended. The call for this worker
+    comes first, because it runs on this thread. If calls fail, raise the first error; if more than
+    one call fails, the cause of that error lists all errors."""
     results: dict[int, Any] = {}
     errors = []
     me = rpc.get_worker_info().id
-    for place, (owner, result) in sorted(enumerate(calls), key=lambda call: call[1][0].id != me):
+    for index, (owner, call) in sorted(enumerate(calls), key=lambda item: item[1][0].id != me):
         try:
-            results[place] = result()
+            results[index] = call()
         except Exception as error:
             errors.append((owner.name, error))
     if errors:
@@ -268,7 +296,7 @@ def _gather(calls: Sequence[tuple[WorkerInfo, Callable[[], Any]]]) -> list[Any]:
                 + "\n\n".join(f"worker {name!r}:\n{_text(error)}" for name, error in errors)
             )
         raise first
-    return [results[place] for place in range(len(calls))]
+    return [results[index] for index in range(len(calls))]
 
 
 def _text(error: BaseException) -> str:

@@ -1,6 +1,6 @@
-"""Calls between workers, under the names of ``torch.distributed.rpc``.
+"""Calls between workers, with the names of ``torch.distributed.rpc``.
 
-Every function here is a thin layer over a method of the current `gradwire.Worker`.
+Each function here calls a method of the current worker; see `gradwire.Worker`.
 
     >>> from gradwire import rpc                                         # doctest: +SKIP
     >>> rpc.init_rpc("worker0", rank=0, world_size=2)                    # doctest: +SKIP
@@ -14,14 +14,14 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from gradwire import current
-from gradwire.agent.futures import Future
-from gradwire.config import UNSET_TIMEOUT, Options
+from gradwire._core import current
+from gradwire._core.ids import To, WorkerInfo
+from gradwire._core.rpc.futures import Future
+from gradwire._core.rref.rref import RRef
+from gradwire._core.runtime import Runtime, current_runtime
 from gradwire.errors import SetupError
-from gradwire.ids import WorkerInfo
-from gradwire.refs.rref import RRef
+from gradwire.options import UNSET_TIMEOUT, Options
 from gradwire.rpc import functions
-from gradwire.worker import To, Worker
 
 __all__ = [
     "Future",
@@ -39,7 +39,7 @@ __all__ = [
     "shutdown",
 ]
 
-#: The same options under the name torch gives them.
+#: ``torch.distributed.rpc`` uses this name for the class of the options.
 TensorPipeRpcBackendOptions = Options
 
 
@@ -52,17 +52,19 @@ def init_rpc(
 ) -> None:
     """Make this process a worker and wait until the group is complete.
 
-    Without rank and world size, torchrun's environment variables say them. With an `init_method`
-    in the options and no `world_size`, the group is open: workers join and leave as they like.
+    If `rank` and `world_size` are not given, they come from torchrun's environment variables. If
+    the options have an `init_method` other than "env://" and there is no `world_size`, the group is
+    open: workers join and leave at any time.
 
         >>> init_rpc("worker0", rank=0, world_size=2)     # doctest: +SKIP
     """
-    if current.process_default() is not None:
+    existing = current.process_default()
+    if existing is not None:
         raise SetupError(
-            f"this process is worker {current.process_default().name!r} already; call shutdown() "
-            "first, or use gradwire.Worker for several workers in a process"
+            f"this process is worker {existing.info.name!r} already: call shutdown() first, or use "
+            "gradwire.Worker for several workers in one process"
         )
-    current.set_process_default(Worker(name, rank, world_size, rpc_backend_options))
+    current.set_process_default(Runtime(name, rank, world_size, rpc_backend_options))
 
 
 def shutdown(graceful: bool = True, timeout: float = 0) -> None:
@@ -70,7 +72,7 @@ def shutdown(graceful: bool = True, timeout: float = 0) -> None:
 
     >>> shutdown()          # doctest: +SKIP
     """
-    current.worker().shutdown(graceful, timeout)
+    current_runtime().shutdown(graceful, timeout)
 
 
 def rpc_sync(
@@ -85,7 +87,7 @@ def rpc_sync(
     >>> rpc_sync("worker1", torch.add, args=(torch.ones(2), 1))      # doctest: +SKIP
     tensor([2., 2.])
     """
-    return current.worker().rpc_sync(to, func, args or (), kwargs, timeout)
+    return current_runtime().calls.rpc_sync(to, func, args or (), kwargs, timeout)
 
 
 def rpc_async(
@@ -95,14 +97,13 @@ def rpc_async(
     kwargs: dict[str, Any] | None = None,
     timeout: float = UNSET_TIMEOUT,
 ) -> Future[Any]:
-    """Run a function on a worker; its result comes in a future, which can also be awaited.
+    """Run a function on a worker and return a future of its result. The future can be awaited.
 
     >>> future = rpc_async("worker1", torch.add, args=(torch.ones(2), 1))   # doctest: +SKIP
     >>> future.wait()                                                       # doctest: +SKIP
     tensor([2., 2.])
     """
-    future: Future[Any] = current.worker().rpc_async(to, func, args or (), kwargs, timeout)
-    return future
+    return current_runtime().calls.rpc_async(to, func, args or (), kwargs, timeout)
 
 
 def remote(
@@ -112,30 +113,27 @@ def remote(
     kwargs: dict[str, Any] | None = None,
     timeout: float = UNSET_TIMEOUT,
 ) -> RRef[Any]:
-    """Run a function on a worker, leave its result there and return a reference to it.
+    """Run a function on a worker, keep the result there and return a reference to the result.
 
     >>> rref = remote("worker1", torch.nn.Linear, args=(4, 2))     # doctest: +SKIP
     >>> rref.rpc_sync().forward(torch.ones(4))                     # doctest: +SKIP
     """
-    rref: RRef[Any] = current.worker().remote(to, func, args or (), kwargs, timeout)
-    return rref
+    return current_runtime().rrefs.remote(to, func, args or (), kwargs, timeout)
 
 
 def get_worker_info(worker_name: str | None = None) -> WorkerInfo:
-    """Who a worker is; without a name, the current one.
+    """Return the name and the id of a worker. Without a name, return those of the current worker.
 
     >>> get_worker_info("worker1")     # doctest: +SKIP
     WorkerInfo(id=1, name=worker1)
     """
-    info: WorkerInfo = current.worker().worker_info(worker_name)
-    return info
+    return current_runtime().worker_info(worker_name)
 
 
 def get_worker_infos() -> list[WorkerInfo]:
-    """Everybody in the group.
+    """Return the workers of the group, the current one included.
 
     >>> [info.name for info in get_worker_infos()]    # doctest: +SKIP
     ['worker0', 'worker1']
     """
-    infos: list[WorkerInfo] = current.worker().worker_infos()
-    return infos
+    return current_runtime().worker_infos()

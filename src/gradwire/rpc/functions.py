@@ -1,4 +1,4 @@
-"""What a function called by others may say about itself."""
+"""Decorators for functions that other workers call."""
 
 from __future__ import annotations
 
@@ -6,13 +6,14 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
-from gradwire.agent.calls import ASYNC_MARK
+from gradwire._core.rpc.function_calls import ASYNC_MARK
 
 
 def async_execution(fn: Callable[..., Any]) -> Callable[..., Any]:
     """Mark a function that returns a future of its result.
 
-    The caller gets the value of the future when it is there; until then no thread is held up.
+    The caller gets the value of that future when the future is done. Until then, no thread of the
+    worker that runs the function is blocked.
 
         >>> @async_execution                                             # doctest: +SKIP
         ... def add_elsewhere(to, x, y):

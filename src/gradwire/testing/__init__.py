@@ -1,10 +1,40 @@
-"""Tools for testing programs that use gradwire, and transports written for it. Needs no pytest.
+"""Tools to test programs that use gradwire, and to test transports. They do not need pytest.
 
-`cluster` puts many workers in one process, `faults` makes a transport misbehave on purpose,
-`transports` has the checks that every transport must pass.
+| name | what it does |
+|---|---|
+| `cluster` | runs a whole group of workers in one process |
+| `transports_named` | makes a transport for the workers of a cluster |
+| `Fault`, `FaultyTransport` | lose messages, deliver them late or twice, or break a connection |
+| `acting_as` | lets the functions of `gradwire.rpc` act for one of the workers |
+| `open_contexts` | counts the autograd contexts that were not released |
+| `waiting_at_gates` | counts the threads that wait for a gradient in a backward pass |
+| `runtime_of` | returns the internal `Runtime` of a worker |
+| module `transport_checks` | has the checks that every transport must pass |
+| module `connection_pairs` | opens two connected ends of a transport, for these checks |
+| module `fuzz` | compares the gradients of random programs with those in one process |
+| module `soak` | checks that many contexts and calls leave nothing behind |
+
+    >>> with cluster(2) as (a, b):
+    ...     a.rpc_sync("worker1", max, args=(1, 2))
+    2
 """
 
+from gradwire.testing.cluster import cluster, transports_named
 from gradwire.testing.faults import Fault, FaultyTransport
-from gradwire.testing.workers import cluster, transports_named
+from gradwire.testing.inspection import (
+    acting_as,
+    open_contexts,
+    runtime_of,
+    waiting_at_gates,
+)
 
-__all__ = ["Fault", "FaultyTransport", "cluster", "transports_named"]
+__all__ = [
+    "Fault",
+    "FaultyTransport",
+    "acting_as",
+    "cluster",
+    "open_contexts",
+    "runtime_of",
+    "transports_named",
+    "waiting_at_gates",
+]

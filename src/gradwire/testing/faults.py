@@ -1,12 +1,17 @@
-"""A transport that misbehaves on purpose.
+"""A transport with faults: it loses messages, delivers them late or twice, or breaks the
+connection.
 
-`FaultyTransport` wraps another one. Each `Fault` says what happens to which frames: by the kind of
-message, by the worker that sends or receives, always or with a chance, a limited number of times.
-Chances are taken from a seed, so a failure found once can be found again.
+`FaultyTransport` wraps another transport. Each `Fault` has an action and selects the messages that
+the action is applied to. Random choices depend only on a seed, so that a failure can be repeated.
 
-    >>> faults = [Fault("drop", kind=Kind.RREF_USER_DELETE, times=2)]
-    >>> with cluster(2, transports=[FaultyTransport(MemoryNetwork(), faults, seed=1)]):
-    ...     ...  # doctest: +SKIP
+>>> from gradwire.testing import cluster, transports_named
+>>> late = Fault("delay", kind=Kind.PYTHON_RET, seconds=0.01, times=1)
+>>> network = FaultyTransport(transports_named("in_process")[0], [late], seed=1)
+>>> with cluster(2, transports=[network]) as (a, b):
+...     a.rpc_sync("worker1", max, args=(1, 2))
+2
+>>> [(action, kind.name) for action, kind, _, _ in network.done]
+[('delay', 'PYTHON_RET')]
 """
 
 from __future__ import annotations
@@ -15,59 +20,82 @@ import random
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 from typing import Literal
 
+from gradwire._core.transport.base import Connection, Greeting, Listener, Transport
+from gradwire._core.transport.poller import Poller
+from gradwire._core.wire.frames import Frame
+from gradwire._core.wire.messages import Kind, peek
 from gradwire.errors import ConnectionClosed, WorkerLost
-from gradwire.transport.base import Connection, Greeting, Listener, Transport
-from gradwire.transport.poller import Poller
-from gradwire.wire.frames import Frame
-from gradwire.wire.messages import Kind, peek
 
 Action = Literal["drop", "delay", "duplicate", "cut", "refuse"]
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Where:
-    kind: Kind | None = None
-    sender: str | None = None
-    receiver: str | None = None
-    answers: bool = False
-    chance: float = 1.0
-    skip: int = 0
-    times: int | None = None
-    seconds: float = 0.05
-
-
 @dataclass(frozen=True)
-class Fault(_Where):
-    """What happens to frames: they get lost (drop), arrive `seconds` late (delay), arrive twice
-    (duplicate), take the whole connection with them (cut), or cannot be sent at all (refuse).
+class Fault:
+    """One fault: an action, and the messages that it applies to.
 
-    `kind` None means any message; an answer has the kind PYTHON_RET or EXCEPTION. With `answers` it
-    is the answers to messages of that kind instead. `sender` and `receiver` are names of workers,
-    None means any. The first `skip` frames it could befall are spared.
+    | action | what happens to the message |
+    |---|---|
+    | drop | it gets lost |
+    | delay | it arrives `seconds` later |
+    | duplicate | it arrives twice |
+    | cut | the connection is closed, and the message is lost |
+    | refuse | sending it fails with `WorkerLost` |
+
+    The answer to a call is a message too, of the kind PYTHON_RET or EXCEPTION.
+
+    >>> Fault("drop", kind=Kind.PYTHON_CALL, sender="worker0", times=1).action
+    'drop'
     """
 
     action: Action = "drop"
+    _: KW_ONLY
+    #: Which kind of messages the fault applies to. None means every kind.
+    kind: Kind | None = None
+    #: The worker whose messages the fault applies to, by name. None means any sender.
+    sender: str | None = None
+    #: The fault applies only to messages to the worker with this name. None means any receiver.
+    receiver: str | None = None
+    #: If True, the fault applies to the answers to the selected messages, not to the messages
+    #: themselves.
+    answers: bool = False
+    #: The probability that the fault happens to a message that it applies to.
+    chance: float = 1.0
+    #: How many messages that the fault applies to are spared before the fault happens to one.
+    skip: int = 0
+    #: How many messages the fault happens to. None means that there is no limit.
+    times: int | None = None
+    #: By how many seconds the action "delay" delays a message.
+    seconds: float = 0.05
 
 
 class FaultyTransport:
-    """Another transport, with faults. One object may serve all workers of a cluster."""
+    """Wraps another transport, and makes faults happen to the messages that it carries. All workers
+    of a cluster may use the same `FaultyTransport`.
+
+    >>> network = FaultyTransport(transport, [Fault("drop", chance=0.1)], seed=3)  # doctest: +SKIP
+    """
 
     def __init__(self, inner: Transport, faults: Iterable[Fault], seed: int = 0):
         self._inner = inner
         self._faults = list(faults)
-        self._dice = random.Random(seed)
+        self._random = random.Random(seed)
         self._lock = threading.Lock()
-        self._left = [fault.times for fault in self._faults]
-        self._spared = [fault.skip for fault in self._faults]
-        #: What was asked: by (asking, asked, id of the call).
-        self._asked: dict[tuple[str, str, int], int] = {}
-        #: What was done so far, in order: (action, kind, sender, receiver).
+        #: How many more messages each fault may happen to, in the order of `_faults`. None means
+        #: that there is no limit.
+        self._times_left = [fault.times for fault in self._faults]
+        #: How many more messages each fault spares before it happens to one, in the order of
+        #: `_faults`.
+        self._skips_left = [fault.skip for fault in self._faults]
+        #: Maps (caller, callee, call id) to the kind of a message that is not answered yet.
+        self._open_requests: dict[tuple[str, str, int], int] = {}
+        #: The faults that have happened, in order: (action, kind, sender, receiver).
         self.done: list[tuple[Action, Kind, str, str]] = []
-        #: How many messages of each kind were sent, and how many answers to each.
+        #: How many messages of each kind were sent. Answers are not counted here.
         self.messages: Counter[Kind] = Counter()
+        #: How many answers were sent, by the kind of the message that they answer.
         self.answers: Counter[Kind] = Counter()
 
     @property
@@ -85,57 +113,61 @@ class FaultyTransport:
         return FaultyConnection(self._inner.connect(place, me, them, timeout), self, me)
 
     def add(self, fault: Fault) -> None:
-        """Have one more fault, from now on."""
+        """Add a fault, which applies to messages that are sent from now on."""
         with self._lock:
             self._faults.append(fault)
-            self._left.append(fault.times)
-            self._spared.append(fault.skip)
+            self._times_left.append(fault.times)
+            self._skips_left.append(fault.skip)
 
     def clear(self) -> None:
-        """Have no faults any more."""
+        """Remove all faults."""
         with self._lock:
-            self._faults, self._left, self._spared = [], [], []
+            self._faults, self._times_left, self._skips_left = [], [], []
 
     def choose(self, frame: Frame, sender: str, receiver: str) -> Fault | None:
-        """The fault that befalls a frame, if any."""
-        kind, call = peek(frame.head)
+        """Count a frame (a message) that `sender` is about to send. Return the fault that happens
+        to the frame, or None if no fault happens to it."""
+        kind, call_id = peek(frame.head)
         with self._lock:
-            asked = None
+            answered = None
             if kind in (Kind.PYTHON_RET, Kind.EXCEPTION):
-                asked = self._asked.pop((receiver, sender, call), None)
-                if asked is not None:
-                    self.answers[Kind(asked)] += 1
+                answered = self._open_requests.pop((receiver, sender, call_id), None)
+                if answered is not None:
+                    self.answers[Kind(answered)] += 1
             else:
-                self._asked[sender, receiver, call] = kind
+                self._open_requests[sender, receiver, call_id] = kind
                 self.messages[Kind(kind)] += 1
             for index, fault in enumerate(self._faults):
-                about = asked if fault.answers else kind
-                if about is None or fault.kind not in (None, about) or self._left[index] == 0:
+                concerned = answered if fault.answers else kind
+                if concerned is None or fault.kind not in (None, concerned):
+                    continue
+                if self._times_left[index] == 0:
                     continue
                 if fault.sender not in (None, sender) or fault.receiver not in (None, receiver):
                     continue
-                if fault.chance < 1.0 and self._dice.random() >= fault.chance:
+                if fault.chance < 1.0 and self._random.random() >= fault.chance:
                     continue
-                if self._spared[index]:
-                    self._spared[index] -= 1
+                if self._skips_left[index]:
+                    self._skips_left[index] -= 1
                     continue
-                left = self._left[index]
-                if left is not None:
-                    self._left[index] = left - 1
+                times_left = self._times_left[index]
+                if times_left is not None:
+                    self._times_left[index] = times_left - 1
                 self.done.append((fault.action, Kind(kind), sender, receiver))
                 return fault
         return None
 
 
 class FaultyConnection:
-    """A connection whose frames meet the faults of its transport when they are sent."""
+    """A connection that makes the faults of its transport happen to the messages that it sends."""
 
     def __init__(self, inner: Connection, transport: FaultyTransport, me: Greeting):
         self._inner = inner
         self._transport = transport
         self._me = me.name
         self.peer = inner.peer
-        # Reading is not touched.
+        # Faults happen to messages only when they are sent. So methods that do not send are taken
+        # unchanged from the wrapped connection.
         self.begin_reading = inner.begin_reading
         self.end_reading = inner.end_reading
         self.stop_reading = inner.stop_reading
@@ -147,7 +179,7 @@ class FaultyConnection:
         self.disarm = inner.disarm
         self.trim = inner.trim
         self._timers: set[threading.Timer] = set()
-        self._timing = threading.Lock()
+        self._timers_lock = threading.Lock()
 
     def send(self, frame: Frame, blocked: Callable[[], object] | None = None) -> None:
         fault = self._transport.choose(frame, self._me, self.peer.name)
@@ -163,44 +195,49 @@ class FaultyConnection:
         elif fault.action == "refuse":
             kind, _ = peek(frame.head)
             raise WorkerLost(
-                f"a fault was asked for: {Kind(kind).name} is not sent to {self.peer.name!r}",
+                f"a fault of the test refused to send {Kind(kind).name} from {self._me!r} to "
+                f"{self.peer.name!r}",
                 worker=self.peer.name,
                 may_have_run=False,
             )
 
     def close(self) -> None:
         self._inner.close()
-        with self._timing:
+        with self._timers_lock:
             timers = list(self._timers)
         for timer in timers:
             timer.cancel()
             timer.join()
 
     def hold(self, frame: Frame) -> int:  # noqa: ARG002
-        return 0  # every frame meets its fate by itself
+        # Keep no frame (message) back. Frames that are kept back are sent together with others, but
+        # a fault must be able to happen to a single frame.
+        return 0
 
     def flush(self, blocked: Callable[[], object] | None = None) -> None:
         self._inner.flush(blocked)
 
-    def nudge(self, frame: Frame) -> bool:
+    def try_send(self, frame: Frame) -> bool:
         fault = self._transport.choose(frame, self._me, self.peer.name)
         if fault is None:
-            return self._inner.nudge(frame)
+            return self._inner.try_send(frame)
         if fault.action == "cut":
             self.close()
         elif fault.action == "duplicate":
-            self._inner.nudge(frame)
-            self._inner.nudge(frame)
+            self._inner.try_send(frame)
+            self._inner.try_send(frame)
         elif fault.action == "delay":
             self._send_later(frame, fault.seconds)
         return True
 
     def _send_later(self, frame: Frame, seconds: float) -> None:
-        # The sender may change its tensors as soon as `send` returns.
+        # Copy the frame (the message), because the sender may change its tensors once `send` has
+        # returned.
         copy = Frame(frame.whole_head(), [buffer.detach().clone() for buffer in frame.buffers])
         timer = threading.Timer(seconds, self._send_quietly, (copy,))
         timer.daemon = True
-        with self._timing:  # nobody can join one that has not started
+        # `close` joins all timers in the set, and a timer cannot be joined before it has started.
+        with self._timers_lock:
             self._timers.add(timer)
             timer.start()
 

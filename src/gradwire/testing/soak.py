@@ -1,11 +1,11 @@
-"""Many contexts, a fifth of them failing, and what is left of them: nothing.
+"""Open and close many autograd contexts, of which a fifth fail, and check that nothing leaks.
 
     python -m gradwire.testing.soak --contexts 10000 [--transport unix]
     python -m gradwire.testing.soak --planning 1000000
 
-The first counts what gradwire and torch still hold while and after the contexts come and go, and
-exits with 1 if anything is left. The second measures how long planning a pass takes per node of the
-graph.
+The first command counts the objects, threads and memory that gradwire and torch hold during and
+after the contexts, and exits with 1 if there is a leak. The second measures how long planning a
+backward pass takes per node of the graph.
 """
 
 from __future__ import annotations
@@ -27,32 +27,39 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gradwire import autograd, current, rpc
-from gradwire.config import Options
+from gradwire import autograd, rpc
+from gradwire._core import current
+from gradwire._core.autograd.backward_pass import BackwardPass
+from gradwire._core.autograd.boundary import Recv, Send
+from gradwire._core.autograd.context import Context
+from gradwire._core.autograd.plan import Plan, make_roots
+from gradwire._core.transport.registry import known_names
+from gradwire._core.wire.messages import Kind
 from gradwire.errors import CallError
-from gradwire.gradients.context import Context
-from gradwire.gradients.functions import Recv, Send
-from gradwire.gradients.graph import Plan, make_roots
-from gradwire.gradients.passes import Pass
+from gradwire.options import Options
+from gradwire.testing.cluster import cluster, transports_named
+from gradwire.testing.connection_pairs import shared_memory
 from gradwire.testing.faults import Fault, FaultyTransport
-from gradwire.testing.pairs import shared_memory
-from gradwire.testing.workers import cluster, transports_named
-from gradwire.wire.messages import Kind
+from gradwire.testing.inspection import open_contexts, runtime_of
 from gradwire.worker import Worker
 
 _WORKERS = 3
-#: Elements of the tensors: large enough to show in the memory if one were kept per context, and to
-#: travel through shared memory.
+#: The number of elements of a tensor. A tensor of this size is sent through shared memory, and a
+#: leak of one tensor per context is visible in the memory of the process.
 _SIZE = 10_000
-_LOOKS = 10
-_CONTEXTS_PER_LOOK = 100
-#: Memory may grow by so much per context: what is remembered of released ones, and noise.
+#: The largest number of censuses. A census counts everything that could leak.
+_CENSUSES = 10
+#: The least number of contexts between two censuses (counts of everything that could leak).
+_CONTEXTS_PER_CENSUS = 100
+#: By how many bytes the memory may grow per context before a leak is reported. Some growth is no
+#: leak, because gradwire keeps records of released contexts, and measurements of memory vary.
 _BYTES_PER_CONTEXT = 2048
-#: What the threads of workers did last they hold until they do something else.
-_LAST_THINGS = 24
-_PATIENCE = 60.0
-#: Torch frees a chain of nodes that Python has seen recursively; with more than some 50,000 of them
-#: that takes more stack than there is.
+#: By how much a number of objects may grow before a leak is reported. Some growth is no leak,
+#: because idle threads of workers keep the objects that they used last.
+_HELD_BY_IDLE_THREADS = 24
+_RELEASE_SECONDS = 60.0
+#: The number of autograd nodes in a chain. Chains must be short: if Python code has seen the nodes
+#: of a chain, torch frees them by recursion, and about 50,000 nodes or more overflow the stack.
 _CHAIN = 500
 
 
@@ -75,7 +82,8 @@ def double(x: Tensor) -> Tensor:
 
 
 def relay(x: Tensor, refuse: bool) -> Tensor:
-    """Goes through a third worker, and has a gate in its backward."""
+    """Call worker2. Because of this call, the backward pass through this function must wait
+    halfway for a gradient from worker2."""
     y = rpc.rpc_sync("worker2", double, args=(x,)) * x
     refused: Tensor = _Refuses.apply(y) if refuse else y  # type: ignore[no-untyped-call]
     return refused
@@ -85,7 +93,7 @@ def refuse(_x: Tensor) -> Tensor:
     raise Refused("in forward")
 
 
-# -- what becomes of a context
+# -- what happens in a context
 
 
 def _succeeds(x: Tensor, context_id: int, _transport: FaultyTransport) -> None:
@@ -124,9 +132,9 @@ def _is_left_too_early(x: Tensor, _context_id: int, _transport: FaultyTransport)
     raise Refused("by the trainer")
 
 
-Way = Callable[[Tensor, int, FaultyTransport], None]
-_GOOD: list[Way] = [_succeeds, _succeeds, _succeeds, _is_not_differentiated]
-_BAD: list[Way] = [
+Scenario = Callable[[Tensor, int, FaultyTransport], None]
+_SUCCEEDING: list[Scenario] = [_succeeds, _succeeds, _succeeds, _is_not_differentiated]
+_FAILING: list[Scenario] = [
     _refused_in_backward,
     _refused_in_forward,
     _loses_a_message,
@@ -135,24 +143,25 @@ _BAD: list[Way] = [
 ]
 
 
-def _ways() -> Iterator[Way]:
-    """Four that go well, one that fails, and so on."""
-    for bad in itertools.cycle(_BAD):
-        yield from _GOOD
-        yield bad
+def _scenarios() -> Iterator[Scenario]:
+    """Yield scenarios without end. After every four that succeed comes one that fails."""
+    for failing in itertools.cycle(_FAILING):
+        yield from _SUCCEEDING
+        yield failing
 
 
-# -- what is left
+# -- looking for leaks
 
 
 @dataclass(frozen=True)
 class Census:
-    """What there is in this process."""
+    """The number of objects, threads, segments and bytes that this process holds."""
 
     contexts: int
     passes: int
-    #: The ends of differentiable messages, each of which holds a part of a graph.
-    ends: int
+    #: The records of messages with differentiable tensors, at the sender and at the receiver. Each
+    #: record keeps a part of an autograd graph alive.
+    boundaries: int
     tensors: int
     threads: int
     segments: int
@@ -161,10 +170,10 @@ class Census:
     @classmethod
     def take(cls) -> Census:
         gc.collect()
-        kinds = Counter(type(found) for found in gc.get_objects())
+        kinds = Counter(map(type, gc.get_objects()))
         return cls(
             kinds[Context],
-            kinds[Pass],
+            kinds[BackwardPass],
             kinds[Send] + kinds[Recv],
             kinds[Tensor],
             threading.active_count(),
@@ -174,14 +183,15 @@ class Census:
 
     def __str__(self) -> str:
         return (
-            f"{self.contexts:5} contexts {self.passes:5} passes {self.ends:5} ends "
+            f"{self.contexts:5} contexts {self.passes:5} passes {self.boundaries:5} boundaries "
             f"{self.tensors:5} tensors {self.threads:3} threads {self.segments:3} segments "
             f"{self.memory / 2**20:8.1f} MiB"
         )
 
 
 def _memory() -> int:
-    """The resident memory of this process, where it can be known."""
+    """Return the resident memory of this process in bytes, or 0 if the system does not report
+    it."""
     try:
         with open("/proc/self/statm") as statm:
             return int(statm.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
@@ -189,41 +199,42 @@ def _memory() -> int:
         return 0
 
 
-def soak(contexts: int, transport: str, tell: Callable[[str], None] = print) -> list[str]:
-    """Let so many contexts come and go; returns complaints about what is left."""
+def soak(contexts: int, transport: str, report: Callable[[str], None] = print) -> list[str]:
+    """Open and close this many contexts. Return a sentence for each leak."""
     before = Census.take()
-    curve: list[int] = []
-    complaints: list[str] = []
+    memory: list[int] = []
+    leaks: list[str] = []
     with _workers(transport) as (workers, network):
-        ways = _ways()
+        scenarios = _scenarios()
         x = torch.rand(_SIZE, requires_grad=True)
-        _run(10, ways, x, network)  # what is made once, like connections and caches
+        # The first contexts open connections and fill caches, so run some before counting.
+        _run(10, scenarios, x, network)
         _wait_until_released(workers)
-        at_rest = Census.take()
-        tell(f"{0:7}: {at_rest}")
+        idle = Census.take()
+        report(f"{0:7}: {idle}")
         done = 0
-        looks = max(1, min(_LOOKS, contexts // _CONTEXTS_PER_LOOK))
-        for look in range(1, looks + 1):
-            _run(contexts * look // looks - done, ways, x, network)
-            done = contexts * look // looks
+        censuses = max(1, min(_CENSUSES, contexts // _CONTEXTS_PER_CENSUS))
+        for number in range(1, censuses + 1):
+            _run(contexts * number // censuses - done, scenarios, x, network)
+            done = contexts * number // censuses
             _wait_until_released(workers)
-            found = Census.take()
-            curve.append(found.memory)
-            tell(f"{done:7}: {found}")
-            for what in ("contexts", "passes", "ends", "tensors"):
-                was, is_now = getattr(at_rest, what), getattr(found, what)
-                if is_now > was + _LAST_THINGS:
-                    complaints.append(f"after {done} contexts there are {is_now - was} {what} more")
+            census = Census.take()
+            memory.append(census.memory)
+            report(f"{done:7}: {census}")
+            for what in ("contexts", "passes", "boundaries", "tensors"):
+                more = getattr(census, what) - getattr(idle, what)
+                if more > _HELD_BY_IDLE_THREADS:
+                    leaks.append(f"after {done} contexts there are {more} more {what}")
     del x
     after = Census.take()
-    tell(f"  after: {after}")
-    for what in ("contexts", "passes", "ends", "threads", "segments"):
+    report(f"  after: {after}")
+    for what in ("contexts", "passes", "boundaries", "threads", "segments"):
         if getattr(after, what) > getattr(before, what):
-            complaints.append(f"workers have left {what} behind: {after} instead of {before}")
-    grown = (curve[-1] - curve[0]) / max(1, contexts)
-    if contexts >= 1000 and grown > _BYTES_PER_CONTEXT:
-        complaints.append(f"memory grows by {grown:.0f} bytes per context")
-    return complaints
+            leaks.append(f"after shutdown there are {what} left: {after} instead of {before}")
+    growth = (memory[-1] - memory[0]) / max(1, contexts)
+    if contexts >= 1000 and growth > _BYTES_PER_CONTEXT:
+        leaks.append(f"memory grows by {growth:.0f} bytes per context")
+    return leaks
 
 
 @contextmanager
@@ -231,29 +242,29 @@ def _workers(transport: str) -> Iterator[tuple[list[Worker], FaultyTransport]]:
     network = FaultyTransport(transports_named(transport)[0], [])
     options = Options(heartbeat_interval=0.5)
     with cluster(_WORKERS, transports=[network], options=options, graceful=False) as workers:
-        token = current.enter(workers[0])
+        token = current.enter(runtime_of(workers[0]))
         try:
             yield workers, network
         finally:
-            current.exit(token)
+            current.leave(token)
 
 
-def _run(contexts: int, ways: Iterator[Way], x: Tensor, network: FaultyTransport) -> None:
-    for way in itertools.islice(ways, contexts):
+def _run(contexts: int, scenarios: Iterator[Scenario], x: Tensor, network: FaultyTransport) -> None:
+    for scenario in itertools.islice(scenarios, contexts):
         try:
             with autograd.context() as context_id:
-                way(x, context_id, network)
+                scenario(x, context_id, network)
         except (Refused, CallError):
-            if way not in _BAD:
+            if scenario not in _FAILING:
                 raise
         network.clear()
 
 
 def _wait_until_released(workers: Sequence[Worker]) -> None:
-    deadline = time.monotonic() + _PATIENCE
-    while any(len(worker.contexts) for worker in workers):
+    deadline = time.monotonic() + _RELEASE_SECONDS
+    while open_contexts(workers):
         if time.monotonic() > deadline:
-            return  # the census tells
+            return  # The next census counts the open contexts as a leak.
         time.sleep(0.01)
 
 
@@ -261,7 +272,8 @@ def _wait_until_released(workers: Sequence[Worker]) -> None:
 
 
 def measure_planning(nodes: int) -> float:
-    """Microseconds per node to plan a pass over a graph of so many nodes."""
+    """Return the microseconds per node that gradwire takes to plan a backward pass over a graph of
+    this many nodes."""
     x = torch.ones((), requires_grad=True)
     total = x * 1
     for _ in range(0, nodes, _CHAIN):
@@ -270,7 +282,7 @@ def measure_planning(nodes: int) -> float:
             y = y.neg()
         total = total + y
     roots = make_roots([total])
-    gc.collect()  # what is due of that anyway is not part of planning
+    gc.collect()  # This makes a garbage collection during the measurement unlikely.
     times = []
     for _ in range(3):
         started = time.perf_counter()
@@ -283,7 +295,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser("python -m gradwire.testing.soak", description=__doc__)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument("--contexts", type=int, default=10_000, metavar="N")
-    parser.add_argument("--transport", choices=["memory", "unix", "tcp"], default="unix")
+    parser.add_argument("--transport", choices=known_names(), default="unix")
     parser.add_argument("--planning", type=int, metavar="NODES", help="measure planning instead")
     options = parser.parse_args(arguments)
     if options.planning:
@@ -291,12 +303,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
             print(f"{nodes:9} nodes: {measure_planning(max(_CHAIN, nodes)):.2f} µs per node")
         return 0
     started = time.monotonic()
-    complaints = soak(options.contexts, options.transport)
-    for complaint in complaints:
-        print(f"LEAK {complaint}")
+    leaks = soak(options.contexts, options.transport)
+    for leak in leaks:
+        print(f"LEAK {leak}")
     seconds = time.monotonic() - started
-    print(f"{options.contexts} contexts in {seconds:.1f} s, {len(complaints)} leaks")
-    return 1 if complaints else 0
+    print(f"{options.contexts} contexts in {seconds:.1f} s, {len(leaks)} leaks")
+    return 1 if leaks else 0
 
 
 if __name__ == "__main__":

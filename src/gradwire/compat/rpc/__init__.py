@@ -1,4 +1,4 @@
-"""gradwire as ``torch.distributed.rpc``."""
+"""The functions and classes of ``torch.distributed.rpc``, implemented by gradwire."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ import os
 from typing import Any
 from urllib.parse import urlparse
 
-from gradwire.agent.meeting import open_store
+from gradwire._core.group.rendezvous import open_store
+from gradwire._core.ids import WorkerInfo
 from gradwire.compat import autograd as _autograd
 from gradwire.compat.rpc import api, backend_registry, constants, functions, internal, options
 from gradwire.compat.rpc.agents import (
@@ -43,9 +44,8 @@ from gradwire.compat.rpc.backend_registry import (
 )
 from gradwire.compat.rpc.constants import UNSET_RPC_TIMEOUT
 from gradwire.compat.rpc.options import RpcBackendOptions, TensorPipeRpcBackendOptions
-from gradwire.compat.rpc.rref import users_now
-from gradwire.config import Options
-from gradwire.ids import WorkerInfo
+from gradwire.compat.rpc.rref import current_user_rrefs
+from gradwire.options import Options
 
 __all__ = [
     "AllGatherStates",
@@ -75,7 +75,8 @@ _is_tensorpipe_available = True
 
 def __getattr__(name: str) -> Any:
     if name == "BackendType":
-        return backend_registry.BackendType  # it changes when a backend is registered
+        # Read `BackendType` each time, because every new backend replaces the enumeration.
+        return backend_registry.BackendType
     raise AttributeError(f"module 'torch.distributed.rpc' has no attribute {name!r}")
 
 
@@ -93,38 +94,40 @@ def init_rpc(
     """Make this process a worker and wait until the group is complete."""
     if backend is not None and not isinstance(backend, backend_registry._Backend):
         raise TypeError("Argument backend must be a member of BackendType")
-    given = rpc_backend_options
-    if given is not None and not isinstance(given, RpcBackendOptions):
+    backend_options = rpc_backend_options
+    if backend_options is not None and not isinstance(backend_options, RpcBackendOptions):
         raise TypeError("Argument rpc_backend_options must be an instance of RpcBackendOptions")
     if backend is None:
-        backend = _backend_of(given)
-    if given is None:
-        given = construct_rpc_backend_options(backend)
+        backend = _backend_of(backend_options)
+    if backend_options is None:
+        backend_options = construct_rpc_backend_options(backend)
     if not world_size and rank < 0:
-        _check_environment(given.init_method)
-    store, rank, world_size = open_store(given.init_method, rank, world_size, Options.init_timeout)
+        _check_environment(backend_options.init_method)
+    store, rank, world_size = open_store(
+        backend_options.init_method, rank, world_size, Options.init_timeout
+    )
     _autograd._init(rank)
-    _init_rpc_backend(backend, store, name, rank, world_size, given)
+    _init_rpc_backend(backend, store, name, rank, world_size, backend_options)
 
 
-def _backend_of(given: Any) -> Any:
-    """The backend whose options these are; gradwire, if there are none."""
-    kinds = backend_registry.BackendType
-    if given is None:
-        return kinds.TENSORPIPE
-    for kind in kinds:
-        if type(construct_rpc_backend_options(kind)) is type(given):
-            return kind
-    raise TypeError(f"Could not infer backend for options {given}")
+def _backend_of(backend_options: Any) -> Any:
+    """Return the backend to which these options belong, or gradwire's if they are None."""
+    backends = backend_registry.BackendType
+    if backend_options is None:
+        return backends.TENSORPIPE
+    for backend in backends:
+        if type(construct_rpc_backend_options(backend)) is type(backend_options):
+            return backend
+    raise TypeError(f"Could not infer backend for options {backend_options}")
 
 
 def _check_environment(init_method: str) -> None:
     if urlparse(init_method).scheme != "env":
-        raise ValueError(f"rank parameter missing: init_rpc needs one to meet at {init_method!r}")
+        raise ValueError(f"rank parameter missing: init_rpc needs a rank with {init_method!r}")
     if "RANK" not in os.environ:
         raise ValueError(
-            "init_rpc was given no rank, and the environment variable RANK expected to tell it is "
-            "not set"
+            "init_rpc was given no rank, and the environment variable RANK expected in its place "
+            "is not set"
         )
 
 
@@ -149,15 +152,15 @@ def _init_rpc_backend(
     api._init_rpc_states(agent)
 
 
-# -- looking inside
+# -- inspection
 
 
 def _rref_context_get_debug_info() -> dict[str, str]:
-    counts = _get_current_rpc_agent().worker.refs.debug_info()
+    counts = _get_current_rpc_agent().runtime.rrefs.debug_info()
     numbers = {
         "num_owner_rrefs": counts["num_owner_rrefs"],
         "num_forks": counts["num_forks"],
-        "num_pending_users": sum(rref.is_pending() for rref in users_now()),
+        "num_pending_users": sum(rref.is_pending() for rref in current_user_rrefs()),
         "num_pending_futures": counts["num_pending_messages"],
     }
     return {key: str(number) for key, number in numbers.items()}

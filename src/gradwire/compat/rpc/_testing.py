@@ -1,19 +1,20 @@
-"""The backend that fails and dawdles on purpose, as torch's tests ask for it by name."""
+"""The backend that torch's tests use to make messages fail or arrive late."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from gradwire._core.transport.base import Transport
+from gradwire._core.wire.messages import Kind
 from gradwire.compat.rpc.agents import TensorPipeAgent
-from gradwire.compat.rpc.backend_registry import TorchWorker, make_agent, register_backend
+from gradwire.compat.rpc.backend_registry import TorchRuntime, make_agent, register_backend
 from gradwire.compat.rpc.options import TensorPipeRpcBackendOptions
 from gradwire.testing.faults import Fault, FaultyTransport
-from gradwire.transport.base import Transport
-from gradwire.wire.messages import Kind
 
-#: Kinds that torch has and gradwire does not: builtin operators are functions like others.
-_SAME = {
+#: Maps torch's message kinds for builtin operators to the kinds that gradwire uses for them, which
+#: are those of ordinary functions.
+_GRADWIRE_KIND = {
     "SCRIPT_CALL": "PYTHON_CALL",
     "SCRIPT_REMOTE_CALL": "PYTHON_REMOTE_CALL",
     "SCRIPT_RREF_FETCH_CALL": "PYTHON_RREF_FETCH_CALL",
@@ -21,7 +22,9 @@ _SAME = {
 
 
 class FaultyTensorPipeRpcBackendOptions(TensorPipeRpcBackendOptions):
-    """Which kinds of messages cannot be sent, the first few times, and which are late."""
+    """Options that make messages fail or arrive late. The first `num_fail_sends` messages of each
+    kind in `messages_to_fail` cannot be sent. Messages of the kinds in `messages_to_delay` arrive
+    late."""
 
     def __init__(
         self,
@@ -37,6 +40,7 @@ class FaultyTensorPipeRpcBackendOptions(TensorPipeRpcBackendOptions):
         self.num_fail_sends = num_fail_sends
 
     def faults(self) -> list[Fault]:
+        """Return the faults for a `FaultyTransport` that these options describe."""
         failing = {_kind(name) for name in self.messages_to_fail}
         delays = {_kind(name): seconds for name, seconds in self.messages_to_delay.items()}
         return [Fault("refuse", kind=kind, times=self.num_fail_sends) for kind in failing] + [
@@ -45,22 +49,19 @@ class FaultyTensorPipeRpcBackendOptions(TensorPipeRpcBackendOptions):
 
 
 def _kind(name: str) -> Kind:
-    return Kind[_SAME.get(name, name)]
+    return Kind[_GRADWIRE_KIND.get(name, name)]
 
 
-class FaultyWorker(TorchWorker):
-    """A worker whose transports have the faults of its options."""
+class FaultyRuntime(TorchRuntime):
+    """A worker whose transports have the faults listed in its options."""
 
-    def _make_transports(self, token: str, host: str | None) -> list[Transport]:
-        faults = self.as_agent._get_backend_options().faults()
-        return [
-            FaultyTransport(transport, faults)
-            for transport in super()._make_transports(token, host)
-        ]
+    def _wrap_transport(self, transport: Transport) -> Transport:
+        return FaultyTransport(transport, self.as_agent._get_backend_options().faults())
 
 
 class FaultyTensorPipeAgent(TensorPipeAgent):
-    """Only a name: a `FaultyWorker` is seen as a TensorPipeAgent."""
+    """This class exists only because programs import its name. The agent of a `FaultyRuntime` is a
+    plain `TensorPipeAgent`."""
 
 
 def _make_faulty_agent(
@@ -71,7 +72,7 @@ def _make_faulty_agent(
             "`rpc_backend_options` must be a `FaultyTensorPipeRpcBackendOptions`, not "
             f"{rpc_backend_options!r}"
         )
-    return make_agent(FaultyWorker, store, name, rank, world_size, rpc_backend_options)
+    return make_agent(FaultyRuntime, store, name, rank, world_size, rpc_backend_options)
 
 
 def is_available() -> bool:

@@ -1,7 +1,7 @@
-"""The current agent, as programs written for torch see it: a view of gradwire's worker.
+"""The current agent: the object that represents a worker in torch's private interface.
 
-A program may register a backend of its own, whose agent can be anything; then that is the current
-agent.
+Normally the current agent is a view of a gradwire worker. If a program uses a backend of its own,
+the current agent is the object that this backend has made. That object may be of any type.
 """
 
 from __future__ import annotations
@@ -10,52 +10,53 @@ import dataclasses
 import time
 from typing import Any
 
-from gradwire import current
-from gradwire.config import UNSET_TIMEOUT, seconds
+from gradwire._core import current
+from gradwire._core.ids import WorkerInfo
+from gradwire._core.runtime import Runtime
 from gradwire.errors import NotInitializedError
-from gradwire.ids import WorkerInfo
-from gradwire.worker import Worker
+from gradwire.options import UNSET_TIMEOUT, seconds
 
-_foreign: Any = None
+#: The current agent if it belongs to a backend that the program registered itself, else None.
+_foreign_agent: Any = None
 _gil_profiling = False
 
 
 class RpcAgent:
-    """What an agent is an instance of."""
+    """The base class of agents."""
 
 
 class TensorPipeAgent(RpcAgent):
-    """The worker of this process under the name of torch's agent."""
+    """A view of a gradwire worker with the name and the methods of torch's agent."""
 
-    def __init__(self, worker: Worker, options: Any = None):
-        self.worker = worker
+    def __init__(self, runtime: Runtime, options: Any = None):
+        self.runtime = runtime
         self._options = options
 
     @property
     def is_static_group(self) -> bool:
-        return self.worker.agent.roster.fixed
+        return self.runtime.agent.membership.fixed
 
     def get_worker_info(self, worker: str | int | WorkerInfo | None = None) -> WorkerInfo:
         if worker is None:
-            return self.worker.info
-        return self.worker.agent.peers.find(worker).info
+            return self.runtime.info
+        return self.runtime.agent.peers.find(worker).info
 
     def get_worker_infos(self) -> list[WorkerInfo]:
-        return self.worker.worker_infos()
+        return self.runtime.worker_infos()
 
     def get_debug_info(self) -> dict[str, str]:
-        agent = self.worker.agent
+        agent = self.runtime.agent
         limit = agent.options.num_worker_threads
-        serving = agent.served_calls()
+        serving = agent.metrics.served_calls()
         numbers = {
             "agent.num_idle_threads": max(0, limit - serving),
             "agent.thread_pool_size": limit,
-            "agent.client_active_calls": agent.open_calls(),
+            "agent.client_active_calls": agent.metrics.open_calls(),
             "agent.server_active_calls": serving,
             "agent.server_active_async_calls": 0,
         }
         if _gil_profiling:
-            numbers["agent.gil_average_wait_time_us"] = round(_interpreter_wait() * 1e6)
+            numbers["agent.gil_average_wait_time_us"] = round(_gil_wait_seconds() * 1e6)
         return {key: str(number) for key, number in numbers.items()}
 
     def get_metrics(self) -> dict[str, str]:
@@ -68,21 +69,23 @@ class TensorPipeAgent(RpcAgent):
         return {}
 
     def join(self, shutdown: bool = False, timeout: float = 0) -> None:  # noqa: ARG002
-        """Wait until the work of the whole group is done."""
-        self.worker.wait_for_everybody(timeout)
+        """Wait until the whole group has finished its work."""
+        self.runtime.wait_for_group(timeout)
 
     def sync(self) -> None:
-        """Nothing is kept back that would have to be sent."""
+        """Do nothing. In torch, this method waits until all messages are sent. gradwire sends at
+        once."""
 
     def shutdown(self) -> None:
-        self.worker.shutdown(graceful=False)
+        self.runtime.shutdown(graceful=False)
 
 
-def _interpreter_wait() -> float:
-    """How long a thread that gave up the interpreter waits to get it back, in seconds."""
-    began = time.perf_counter()
+def _gil_wait_seconds() -> float:
+    """Release the interpreter lock (GIL), and return how many seconds this thread waits to get it
+    back."""
+    start = time.perf_counter()
     time.sleep(0)
-    return time.perf_counter() - began
+    return time.perf_counter() - start
 
 
 def enable_gil_profiling(flag: bool) -> None:
@@ -91,10 +94,10 @@ def enable_gil_profiling(flag: bool) -> None:
 
 
 def _get_current_rpc_agent() -> Any:
-    if _foreign is not None:
-        return _foreign
+    if _foreign_agent is not None:
+        return _foreign_agent
     try:
-        return current.worker().as_agent
+        return current.runtime().as_agent
     except NotInitializedError as error:
         raise RuntimeError(
             "Current RPC agent is not set! Did you initialize the RPC framework (e.g. by calling "
@@ -111,24 +114,24 @@ def _is_current_rpc_agent_set() -> bool:
 
 
 def _set_and_start_rpc_agent(agent: Any) -> None:
-    global _foreign
+    global _foreign_agent
     if isinstance(agent, TensorPipeAgent):
-        current.set_process_default(agent.worker)
+        current.set_process_default(agent.runtime)
     else:
-        _foreign = agent
+        _foreign_agent = agent
 
 
 def _reset_current_rpc_agent() -> None:
-    global _foreign
-    _foreign = None
+    global _foreign_agent
+    _foreign_agent = None
     current.set_process_default(None)
 
 
 def get_rpc_timeout() -> float:
-    """The timeout of calls without one of their own, in seconds."""
-    return float(_get_current_rpc_agent().worker.agent.timeout(UNSET_TIMEOUT))
+    """Return the timeout in seconds of calls for which the program gives no timeout."""
+    return float(_get_current_rpc_agent().runtime.agent.timeout(UNSET_TIMEOUT))
 
 
 def _set_rpc_timeout(timeout: float) -> None:
-    agent = _get_current_rpc_agent().worker.agent
+    agent = _get_current_rpc_agent().runtime.agent
     agent.options = dataclasses.replace(agent.options, rpc_timeout=seconds(timeout))

@@ -1,6 +1,7 @@
-"""Calls, references and the end of a worker, as ``torch.distributed.rpc.api`` has them.
+"""The functions of ``torch.distributed.rpc.api``.
 
-Programs replace some of the functions here by their own, so those are looked up when called.
+Programs replace some of these functions with their own. So code that calls such a function looks up
+its name in this module at each call.
 """
 
 from __future__ import annotations
@@ -16,7 +17,8 @@ from typing import Any, TypeVar
 
 import torch
 
-from gradwire import current
+from gradwire._core import current
+from gradwire._core.ids import WorkerInfo
 from gradwire.compat.rpc import agents
 from gradwire.compat.rpc.agents import (
     _get_current_rpc_agent,
@@ -27,9 +29,8 @@ from gradwire.compat.rpc.agents import (
 )
 from gradwire.compat.rpc.constants import DEFAULT_SHUTDOWN_TIMEOUT, UNSET_RPC_TIMEOUT
 from gradwire.compat.rpc.gathering import AllGatherStates, Gatherings
-from gradwire.compat.rpc.internal import RPCExecMode, _internal_rpc_pickler, _recorded
-from gradwire.compat.rpc.rref import RRef, users, users_now
-from gradwire.ids import WorkerInfo
+from gradwire.compat.rpc.internal import RPCExecMode, _internal_rpc_pickler, _profiled
+from gradwire.compat.rpc.rref import RRef, current_user_rrefs, user_rrefs
 
 __all__ = [
     "AllGatherStates",
@@ -46,7 +47,8 @@ logger = logging.getLogger("gradwire")
 Function = TypeVar("Function", bound=Callable[..., Any])
 To = str | int | WorkerInfo
 
-#: Whether a graceful shutdown may leave references behind that others hold.
+#: If False, a graceful shutdown raises an error when other workers still have references to values
+#: of this worker.
 _ignore_rref_leak = True
 _default_pickler: Any = _internal_rpc_pickler
 _thread_local_var = threading.local()
@@ -67,7 +69,8 @@ def _require_initialized(function: Function) -> Function:
 
 @contextlib.contextmanager
 def _use_rpc_pickler(rpc_pickler: Any) -> Iterator[None]:
-    """Name another pickler for the block. Calls are encoded by gradwire's own in any case."""
+    """Make this pickler the default pickler in the with block. It has no effect on calls, which
+    always use gradwire's own encoding."""
     global _default_pickler
     _default_pickler = rpc_pickler
     try:
@@ -86,7 +89,7 @@ def _init_rpc_states(agent: Any) -> None:
 
 @_require_initialized
 def get_worker_info(worker_name: str | int | None = None) -> WorkerInfo:
-    """Who a worker is; without a name, the current one."""
+    """Return the name and id of a worker. Without an argument, return those of this worker."""
     info: WorkerInfo = _get_current_rpc_agent().get_worker_info(worker_name)
     return info
 
@@ -115,8 +118,8 @@ def rpc_sync(
     """Run a function on a worker and return its result."""
     _check_callable(func)
     info = _to_worker_info(to)
-    with _recorded(RPCExecMode.SYNC, func, info):
-        return current.worker().rpc_sync(info, func, args or (), kwargs, timeout)
+    with _profiled(RPCExecMode.SYNC, func, info):
+        return current.runtime().calls.rpc_sync(info, func, args or (), kwargs, timeout)
 
 
 @_require_initialized
@@ -127,11 +130,11 @@ def rpc_async(
     kwargs: dict[str, Any] | None = None,
     timeout: float = UNSET_RPC_TIMEOUT,
 ) -> Any:
-    """Run a function on a worker; its result comes in a future."""
+    """Run a function on a worker and return a future of its result."""
     _check_callable(func)
     info = _to_worker_info(to)
-    with _recorded(RPCExecMode.ASYNC, func, info):
-        future = current.worker().rpc_async(info, func, args or (), kwargs, timeout)
+    with _profiled(RPCExecMode.ASYNC, func, info):
+        future = current.runtime().calls.rpc_async(info, func, args or (), kwargs, timeout)
     if hasattr(_thread_local_var, "future_list"):
         _thread_local_var.future_list.append(future)
     return future
@@ -148,13 +151,13 @@ def remote(
     """Run a function on a worker, leave its result there and return a reference to it."""
     _check_callable(func)
     info = _to_worker_info(to)
-    with _recorded(RPCExecMode.REMOTE, func, info):
-        return current.worker().remote(info, func, args or (), kwargs, timeout)
+    with _profiled(RPCExecMode.REMOTE, func, info):
+        return current.runtime().rrefs.remote(info, func, args or (), kwargs, timeout)
 
 
 @contextlib.contextmanager
 def _wait_all() -> Iterator[None]:
-    """Wait at the end of the block for all calls begun in it with `rpc_async`."""
+    """At the end of the with block, wait for all calls that the block has made with `rpc_async`."""
     _thread_local_var.future_list = []
     try:
         yield
@@ -167,8 +170,8 @@ def _wait_all() -> Iterator[None]:
 # -- all workers together
 
 
-def _gather_to_leader(id: str, name: str, value: Any, names: Collection[str]) -> None:
-    _gatherings.add(id, name, value, set(names))
+def _gather_to_leader(gathering_id: str, name: str, value: Any, names: Collection[str]) -> None:
+    _gatherings.add(gathering_id, name, value, set(names))
 
 
 def _broadcast_to_followers(sequence_id: str, objects_map: dict[str, Any]) -> None:
@@ -179,22 +182,26 @@ def _broadcast_to_followers(sequence_id: str, objects_map: dict[str, Any]) -> No
 def _all_gather(
     obj: Any, worker_names: Collection[str] | None = None, timeout: float = UNSET_RPC_TIMEOUT
 ) -> dict[str, Any]:
-    """Give every worker the values of all, by name."""
+    """Send a value to all these workers, and return the values of all of them by worker name. Each
+    of these workers must call this function."""
     agent = _get_current_rpc_agent()
     names = set(worker_names or (info.name for info in agent.get_worker_infos()))
     me, leader = agent.get_worker_info().name, min(names)
-    id = _gatherings.begin(names)
-    # Without a timeout of its own, each call has the usual one, but others may be long in coming.
-    patience = 0.0 if timeout == UNSET_RPC_TIMEOUT else timeout
-    per_call = get_rpc_timeout() if timeout == UNSET_RPC_TIMEOUT else timeout
+    gathering_id = _gatherings.begin(names)
+    # If the program gives no timeout, each remote call here has the default timeout. But the wait
+    # for the values of the other workers has a much longer limit (0.0 selects it), because other
+    # workers may call `_all_gather` much later.
+    wait_limit = 0.0 if timeout == UNSET_RPC_TIMEOUT else timeout
+    call_limit = get_rpc_timeout() if timeout == UNSET_RPC_TIMEOUT else timeout
     try:
         if me != leader:
-            rpc_sync(leader, _gather_to_leader, (id, me, obj, names), timeout=per_call)
-            return _gatherings.wait(id, patience)
-        _gather_to_leader(id, me, obj, names)
-        values = _gatherings.wait(id, patience)
+            rpc_sync(leader, _gather_to_leader, (gathering_id, me, obj, names), timeout=call_limit)
+            return _gatherings.wait(gathering_id, wait_limit)
+        _gather_to_leader(gathering_id, me, obj, names)
+        values = _gatherings.wait(gathering_id, wait_limit)
+        message = gathering_id, values
         answers = [
-            (name, rpc_async(name, _broadcast_to_followers, (id, values), timeout=per_call))
+            (name, rpc_async(name, _broadcast_to_followers, message, timeout=call_limit))
             for name in sorted(names - {me})
         ]
         errors = []
@@ -206,53 +213,56 @@ def _all_gather(
         if errors:
             raise RuntimeError(
                 f"Followers {[name for name, _ in errors]} timed out in _all_gather after "
-                f"{per_call:.2f} seconds. The first exception is {errors[0][1]}"
+                f"{call_limit:.2f} seconds. The first exception is {errors[0][1]}"
             )
         return values
     finally:
-        _gatherings.end(id)
+        _gatherings.end(gathering_id)
 
 
 @_require_initialized
 def _barrier(worker_names: Collection[str]) -> None:
-    """Wait until all these workers are here."""
+    """Wait until all these workers have called this function."""
     try:
         _all_gather(None, set(worker_names))
     except RuntimeError:
-        logger.exception("not all workers came to the barrier")
+        logger.exception("not all workers reached the barrier")
 
 
 @_require_initialized
 def _wait_all_workers(timeout: float = DEFAULT_SHUTDOWN_TIMEOUT) -> None:
-    """Wait until all workers are here; what they have still to do for others is done meanwhile."""
+    """Wait until all workers have called this function. Meanwhile this worker still serves
+    calls."""
     _all_gather(None, timeout=timeout)
 
 
-# -- the end
+# -- shutdown
 
 
 def _delete_all_user_and_unforked_owner_rrefs(
     timeout: timedelta = timedelta(seconds=100),
 ) -> None:
-    """Let go of every reference to values on other workers, and wait until their owners know."""
-    refs = current.worker().refs
+    """Delete all references of this worker to values of other workers, and wait until the owners of
+    these values know that the references are deleted."""
+    rrefs = current.runtime().rrefs
     deadline = time.monotonic() + timeout.total_seconds()
 
-    def wait_for_none(what: str) -> None:
-        while refs.debug_info()[what] and time.monotonic() < deadline:
+    def wait_until_zero(counter: str) -> None:
+        while rrefs.debug_info()[counter] and time.monotonic() < deadline:
             time.sleep(0.005)
 
-    # The owner keeps a value for us until it knows of those we have sent our reference to.
-    wait_for_none("num_pending_children")
-    for rref in users_now():
-        users.discard(rref)
-        rref.let_go()
-    wait_for_none("num_pending_messages")
+    # If this worker has sent a reference to another worker, it must keep its own until the owner of
+    # the value knows of the new one. Otherwise the owner could release the value too early.
+    wait_until_zero("num_pending_children")
+    for rref in current_user_rrefs():
+        user_rrefs.discard(rref)
+        rref.drop()
+    wait_until_zero("num_pending_messages")
 
 
 @_require_initialized
 def shutdown(graceful: bool = True, timeout: float = DEFAULT_SHUTDOWN_TIMEOUT) -> None:
-    """End this worker; gracefully means, when the work of the whole group is done."""
+    """End this worker. A graceful shutdown first waits until the whole group has finished."""
     agent = _get_current_rpc_agent()
     leaks = 0
     try:
@@ -260,12 +270,12 @@ def shutdown(graceful: bool = True, timeout: float = DEFAULT_SHUTDOWN_TIMEOUT) -
             _wait_all_workers(timeout)
             _delete_all_user_and_unforked_owner_rrefs()
             agent.join(shutdown=True, timeout=timeout)
-            leaks = agent.worker.leaks()
+            leaks = agent.runtime.count_leaks()
         elif graceful:
             agent.join(shutdown=True, timeout=timeout)
     finally:
-        _gatherings.forget()
-        users.clear()
+        _gatherings.reset()
+        user_rrefs.clear()
         agent.shutdown()
         _reset_current_rpc_agent()
     if leaks and not _ignore_rref_leak:

@@ -1,4 +1,5 @@
-"""Backends by name. gradwire registers itself as torch's; programs may add their own."""
+"""The registry of RPC backends. gradwire's own backend is registered under the name of torch's
+backend, TENSORPIPE. Programs may register backends of their own."""
 
 from __future__ import annotations
 
@@ -9,9 +10,11 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
-from gradwire.agent.interceptors import Interceptor
-from gradwire.agent.roster import StoreRoster
-from gradwire.agent.service import Request
+from gradwire._core.group.membership import StoreMembership
+from gradwire._core.ids import WorkerInfo
+from gradwire._core.rpc.interceptors import Interceptor
+from gradwire._core.rpc.server import Request
+from gradwire._core.runtime import Runtime
 from gradwire.compat import ddp, scripting
 from gradwire.compat.rpc import api
 from gradwire.compat.rpc.agents import TensorPipeAgent
@@ -19,8 +22,6 @@ from gradwire.compat.rpc.constants import DEFAULT_INIT_METHOD, DEFAULT_RPC_TIMEO
 from gradwire.compat.rpc.internal import builtin_name
 from gradwire.compat.rpc.options import TensorPipeRpcBackendOptions
 from gradwire.compat.rpc.rref import RRef
-from gradwire.ids import WorkerInfo
-from gradwire.worker import Worker
 
 __all__ = [
     "backend_registered",
@@ -33,7 +34,7 @@ _handlers: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {}
 
 
 class _Backend(enum.Enum):
-    """The base of `BackendType`; a value is the pair of functions of its backend."""
+    """The base class of `BackendType`, whose members are the registered backends."""
 
     def __repr__(self) -> str:
         return f"BackendType.{self.name}"
@@ -52,12 +53,15 @@ def register_backend(
     construct_rpc_backend_options_handler: Callable[..., Any],
     init_backend_handler: Callable[..., Any],
 ) -> Any:
-    """Add a backend: a function that makes its options, and one that makes its agent."""
+    """Register a backend. It consists of two functions: one makes the options of a worker, the
+    other makes its agent (the object that represents the worker)."""
     global BackendType
     if backend_registered(backend_name):
         raise RuntimeError(f"RPC backend {backend_name}: already registered")
     _handlers[backend_name] = (construct_rpc_backend_options_handler, init_backend_handler)
-    # An enumeration cannot grow, so there is a new one. Members are told apart by name.
+    # An enumeration cannot be extended, so a new enumeration replaces the old one. A program may
+    # still use a member of an old enumeration, so this module finds a backend by the name of the
+    # member.
     BackendType = _make_enum("BackendType", {name: name for name in _handlers})
     return BackendType[backend_name]
 
@@ -77,48 +81,57 @@ def init_backend(backend: Any, *args: Any, **kwargs: Any) -> Any:
     return make_agent(*args, **kwargs)
 
 
-# -- gradwire's own
+# -- the backend of gradwire
 
 
-class TorchWorker(Worker):
-    """A worker whose references have torch's names too."""
+class TorchRuntime(Runtime):
+    """A gradwire worker for programs written for torch's RPC. Its remote references have torch's
+    private methods. It can send TorchScript functions, and it supports
+    `DistributedDataParallel`."""
 
     rref_type = RRef
 
-    def __init__(self, *args: Any, given: Any, **kwargs: Any):
-        # Before anything starts: requests may come as soon as the group is complete.
-        self.as_agent = TensorPipeAgent(self, given)
+    def __init__(self, *args: Any, torch_options: Any, **kwargs: Any):
+        # Set `as_agent` before the runtime starts, because requests that use it can arrive as soon
+        # as the runtime runs.
+        self.as_agent = TensorPipeAgent(self, torch_options)
         self._leaks_at_departures = 0
         super().__init__(*args, **kwargs)
 
     def _get_ready(self) -> None:
-        scripting.teach(self.agent.codec)
-        self.engine.groups = ddp.averaged_parameters
-        self.agent.interceptors.append(Announcer())
-        # First: the others drop what those who leave had held.
+        scripting.register_type(self.agent.codec)
+        self.engine.register_leaf_groups(ddp.averaged_parameters)
+        self.agent.interceptors.append(ErrorPrinter())
+        # When a worker is gone, `_note_departure` counts the values to which that worker and others
+        # have references. It must be called first, because the functions after it in the list
+        # delete the references of the worker that is gone.
         self.agent.on_gone.insert(0, self._note_departure)
 
     def _note_departure(self, _info: WorkerInfo) -> None:
         self._leaks_at_departures = max(self._leaks_at_departures, self._held_by_others())
 
     def _held_by_others(self) -> int:
-        return self.refs.debug_info()["num_owner_rrefs"]
+        return self.rrefs.debug_info()["num_owner_rrefs"]
 
-    def leaks(self) -> int:
-        """How many values others still held when the group parted."""
+    def count_leaks(self) -> int:
+        """Return the number of values on this worker to which other workers still had references at
+        shutdown."""
         return max(self._leaks_at_departures, self._held_by_others())
 
 
-class Announcer(Interceptor):
-    """Lets the errors of functions that others call be seen where they happen, too, and has those
-    of builtin operators called with the wrong arguments be what they are in torch."""
+class ErrorPrinter(Interceptor):
+    """Prints the error of a called function on the worker that runs the function, as torch does.
+
+    If a builtin operator rejects its arguments, this class raises an error with torch's type and
+    text instead.
+    """
 
     def serving(self, request: Request) -> AbstractContextManager[object]:
-        return _announcing(request)
+        return _printing_errors(request)
 
 
 @contextmanager
-def _announcing(request: Request) -> Iterator[None]:
+def _printing_errors(request: Request) -> Iterator[None]:
     try:
         yield
     except Exception as error:
@@ -132,13 +145,22 @@ def _announcing(request: Request) -> Iterator[None]:
 
 
 def make_agent(
-    kind: type[TorchWorker], store: Any, name: str, rank: int, world_size: int | None, given: Any
+    runtime_type: type[TorchRuntime],
+    store: Any,
+    name: str,
+    rank: int,
+    world_size: int | None,
+    torch_options: Any,
 ) -> TensorPipeAgent:
-    options = given.for_gradwire()
-    roster = StoreRoster(store, world_size or None, options.init_timeout)
-    worker = kind(name, rank, world_size, options, roster=roster, given=given)
-    api._init_rpc_states(worker.as_agent)
-    return worker.as_agent
+    """Make a worker from torch's arguments. From then on, RPC functions called in this process act
+    for this worker."""
+    options = torch_options.to_gradwire()
+    membership = StoreMembership(store, world_size or None, options.init_timeout)
+    runtime = runtime_type(
+        name, rank, world_size, options, membership=membership, torch_options=torch_options
+    )
+    api._init_rpc_states(runtime.as_agent)
+    return runtime.as_agent
 
 
 def _make_tensorpipe_agent(
@@ -149,7 +171,7 @@ def _make_tensorpipe_agent(
             "`rpc_backend_options` must be a `TensorPipeRpcBackendOptions`, not "
             f"{rpc_backend_options!r}"
         )
-    return make_agent(TorchWorker, store, name, rank, world_size, rpc_backend_options)
+    return make_agent(TorchRuntime, store, name, rank, world_size, rpc_backend_options)
 
 
 register_backend("TENSORPIPE", TensorPipeRpcBackendOptions, _make_tensorpipe_agent)

@@ -1,10 +1,10 @@
-"""The numbers programs find in ``torch.distributed.rpc.constants``."""
+"""The constants of ``torch.distributed.rpc.constants``."""
 
 from __future__ import annotations
 
 from datetime import timedelta
 
-from gradwire.config import DEFAULT_TIMEOUT, UNSET_TIMEOUT, Options
+from gradwire.options import DEFAULT_TIMEOUT, UNSET_TIMEOUT, Options
 
 DEFAULT_RPC_TIMEOUT_SEC: float = DEFAULT_TIMEOUT
 DEFAULT_INIT_METHOD: str = Options.init_method

@@ -1,4 +1,4 @@
-"""`async_execution`, as torch has it."""
+"""The decorator `async_execution`, with torch's check of the result and torch's error text."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ __all__ = ["async_execution"]
 
 
 def async_execution(fn: Callable[..., Any]) -> Callable[..., Any]:
-    """Mark a function that returns a future of its result."""
+    """Decorate a function that returns a future, so that a remote caller receives the value of the
+    future."""
 
     @functools.wraps(fn)
     def checked(*args: Any, **kwargs: Any) -> Any:

@@ -1,7 +1,9 @@
-"""Gathering a value of every worker on all of them, with calls.
+"""Gatherings. In a gathering, several workers exchange values by calls, so that each of them gets
+the values of all.
 
-The worker whose name comes first in the alphabet leads. The others bring it their values, it
-waits until it has all of them, and takes them to everybody.
+The worker whose name is first in alphabetical order is the leader of a gathering. The other
+workers, the followers, send their values to the leader. When the leader has all values, it sends
+them to the followers.
 """
 
 from __future__ import annotations
@@ -11,64 +13,77 @@ from collections import Counter, defaultdict
 from dataclasses import dataclass, field
 from typing import Any
 
-from gradwire.worker import SHUTDOWN_SECONDS
+from gradwire._core.runtime import SHUTDOWN_SECONDS
 
 
 @dataclass
 class AllGatherStates:
-    """One gathering, on one worker."""
+    """The values that one worker has received in one gathering (an exchange of values between
+    workers), and the event that tells that these values are complete."""
 
     gathered_objects: dict[str, Any] = field(default_factory=dict)
     proceed_signal: threading.Event = field(default_factory=threading.Event)
 
 
 class Gatherings:
-    """The gatherings of one worker, numbered by those who take part."""
+    """Takes part in gatherings for one worker. In a gathering, several workers exchange values."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
+        #: Maps the names of some workers to the number of gatherings (exchanges of values) that
+        #: these workers have begun so far.
         self._counts: Counter[tuple[str, ...]] = Counter()
         self._states: defaultdict[str, AllGatherStates] = defaultdict(AllGatherStates)
 
     def begin(self, names: set[str]) -> str:
-        """The id of the next gathering of these workers, the same on all of them."""
+        """Return an id for the next gathering (exchange of values) of these workers. All of them
+        compute the same id, because it consists of their names and the number of their gatherings
+        so far."""
         key = tuple(sorted(names))
         with self._lock:
             number = self._counts[key]
             self._counts[key] += 1
         return f"{'|'.join(key)}#{number}"
 
-    def add(self, id: str, name: str, value: Any, names: set[str]) -> None:
-        """On the leader: a value has come."""
+    def add(self, gathering_id: str, name: str, value: Any, names: set[str]) -> None:
+        """Store the value of one worker in a gathering (an exchange of values) that this worker
+        leads."""
         with self._lock:
-            state = self._states[id]
+            state = self._states[gathering_id]
             if name not in names or name in state.gathered_objects:
-                raise RuntimeError(f"worker {name!r} is not expected in the gathering {id}")
+                raise RuntimeError(
+                    f"worker {name!r} is not expected in the gathering {gathering_id}"
+                )
             state.gathered_objects[name] = value
             if state.gathered_objects.keys() == names:
                 state.proceed_signal.set()
 
-    def conclude(self, id: str, values: dict[str, Any]) -> None:
-        """On the others: all values have come."""
+    def conclude(self, gathering_id: str, values: dict[str, Any]) -> None:
+        """Store the values of all workers in a gathering (an exchange of values). The worker that
+        leads the gathering has sent them to this worker."""
         with self._lock:
-            state = self._states[id]
+            state = self._states[gathering_id]
         state.gathered_objects = values
         state.proceed_signal.set()
 
-    def wait(self, id: str, timeout: float) -> dict[str, Any]:
-        """The values, when they are there, or what there is of them at the timeout."""
+    def wait(self, gathering_id: str, timeout: float) -> dict[str, Any]:
+        """Wait for the values of all workers and return them. If the timeout expires, return only
+        the values that have arrived so far."""
         with self._lock:
-            state = self._states[id]
+            state = self._states[gathering_id]
         state.proceed_signal.wait(timeout or SHUTDOWN_SECONDS)
-        with self._lock:  # some may still come
+        with self._lock:  # Return a copy, because more values can arrive after a timeout.
             return dict(state.gathered_objects)
 
-    def end(self, id: str) -> None:
+    def end(self, gathering_id: str) -> None:
+        """Remove what is stored for a gathering (an exchange of values) that is over on this
+        worker."""
         with self._lock:
-            self._states.pop(id, None)
+            self._states.pop(gathering_id, None)
 
-    def forget(self) -> None:
-        """The group has parted; the next one counts from the beginning."""
+    def reset(self) -> None:
+        """Remove what is stored for all gatherings (exchanges of values), and start at 0 again to
+        number them, because the next group of workers starts at 0."""
         with self._lock:
             self._counts.clear()
             self._states.clear()

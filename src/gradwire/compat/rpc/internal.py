@@ -1,4 +1,5 @@
-"""What torch keeps in ``torch.distributed.rpc.internal``: pickling, and the names of calls."""
+"""The parts of ``torch.distributed.rpc.internal`` that encode values and that name calls in
+profiles, implemented by gradwire."""
 
 from __future__ import annotations
 
@@ -10,16 +11,17 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from gradwire import current
+from gradwire._core import current
+from gradwire._core.ids import WorkerInfo
+from gradwire._core.wire.codec import Codec, call_name
+from gradwire._core.wire.encoding import Attachment, add_attachment
 from gradwire.errors import NotInitializedError, RemoteError
-from gradwire.ids import WorkerInfo
-from gradwire.wire.values import Codec, Passenger, add_passenger, call_name
 
 __all__ = ["PythonUDF", "RPCExecMode", "RemoteException", "deserialize", "serialize"]
 
 
 class RPCExecMode(enum.Enum):
-    """How a function is called."""
+    """The ways in which a program can call a function on another worker."""
 
     SYNC = "sync"
     ASYNC = "async"
@@ -28,7 +30,7 @@ class RPCExecMode(enum.Enum):
 
 
 class PythonUDF(NamedTuple):
-    """A call, as a value."""
+    """A function with its arguments."""
 
     func: Callable[..., Any]
     args: tuple[Any, ...]
@@ -38,14 +40,20 @@ class PythonUDF(NamedTuple):
 RemoteException = RemoteError
 
 
-class _Enclosed:
-    """A passenger inside of bytes that are in a message: whoever answers that has not read them."""
+class _EnclosedAttachment:
+    """An attachment (an object that must learn what happens to its message) inside bytes that are
+    only a part of the message.
 
-    def __init__(self, passenger: Passenger):
-        self._passenger = passenger
+    The receiver may answer the message before it decodes these bytes, or may never decode them. So
+    neither an answer nor a lost connection shows whether the receiver got the object, and both are
+    ignored here.
+    """
 
-    def left(self, to: WorkerInfo | None) -> None:
-        self._passenger.left(to)
+    def __init__(self, attachment: Attachment):
+        self._attachment = attachment
+
+    def sent(self, to: WorkerInfo | None) -> None:
+        self._attachment.sent(to)
 
     def answered(self, by: WorkerInfo) -> None:
         pass
@@ -55,13 +63,16 @@ class _Enclosed:
 
 
 class _InternalRPCPickler:
-    """Turns values into bytes and tensors, as they travel between workers."""
+    """Encodes values as bytes and tensors, in the form that workers send to each other, and decodes
+    them."""
 
     def serialize(self, value: Any) -> tuple[bytes, list[Tensor]]:
         encoded = _codec().encode(value)
-        # References in it go with the message that is being written, and there must be one.
-        for passenger in encoded.passengers:
-            add_passenger(_Enclosed(passenger))
+        # The encoded value becomes part of a message. Objects in the value that must learn what
+        # happens to the message (attachments) are added to the message here. `add_attachment`
+        # raises an error if no message is being encoded.
+        for attachment in encoded.attachments:
+            add_attachment(_EnclosedAttachment(attachment))
         return encoded.whole_payload(), encoded.buffers
 
     def deserialize(self, payload: bytes, tensors: Sequence[Tensor]) -> Any:
@@ -70,7 +81,7 @@ class _InternalRPCPickler:
 
 def _codec() -> Codec:
     try:
-        codec: Codec = current.worker().agent.codec
+        codec: Codec = current.runtime().agent.codec
     except NotInitializedError:
         codec = Codec()
     return codec
@@ -84,25 +95,27 @@ deserialize = _internal_rpc_pickler.deserialize
 def _build_rpc_profiling_key(
     exec_type: RPCExecMode, func_name: str, current_worker_name: str, dst_worker_name: str
 ) -> str:
-    """What a call is called in a profile."""
+    """Return the name under which torch's profiler shows a call."""
     return f"rpc_{exec_type.value}#{func_name}({current_worker_name} -> {dst_worker_name})"
 
 
 def builtin_name(function: Any) -> str | None:
-    """The name of a builtin operator, "aten::add" for `torch.add`; None for other functions."""
+    """Return the name of a builtin operator, such as "aten::add" for `torch.add`, or None for any
+    other function."""
     name: str | None = torch.jit._builtins._find_builtin(function)  # type: ignore[no-untyped-call]
     return name
 
 
-_not_recorded = contextlib.nullcontext()
+_not_profiled = contextlib.nullcontext()
 
 
-def _recorded(
+def _profiled(
     mode: RPCExecMode, function: Any, to: WorkerInfo
 ) -> contextlib.AbstractContextManager[Any]:
-    """Shows a call in the profile of the caller, while one is made."""
+    """Return a context manager. If a profiler runs, the context manager records a call in the
+    caller's profile."""
     if not torch._C._autograd._profiler_enabled():
-        return _not_recorded
+        return _not_profiled
     name = builtin_name(function) or call_name(function)
-    key = _build_rpc_profiling_key(mode, name, current.worker().name, to.name)
+    key = _build_rpc_profiling_key(mode, name, current.runtime().info.name, to.name)
     return torch.autograd.profiler.record_function(key)

@@ -1,4 +1,5 @@
-"""Options as torch has them: objects that can be changed until a worker is made from them."""
+"""torch's option objects. A program may change an option object until it makes a worker with that
+object."""
 
 from __future__ import annotations
 
@@ -8,18 +9,19 @@ from collections.abc import Mapping, Sequence
 import torch
 
 from gradwire.compat.rpc import constants
-from gradwire.config import Options, seconds
+from gradwire.options import Options, seconds
 
 __all__ = ["RpcBackendOptions", "TensorPipeRpcBackendOptions"]
 
 Device = int | str | torch.device
 DeviceMap = dict[torch.device, torch.device]
 
-_told: set[str] = set()
+#: The ignored options for which this process has already issued a warning.
+_warned: set[str] = set()
 
 
 class RpcBackendOptions:
-    """What every backend wants to know."""
+    """The options that every backend has."""
 
     rpc_timeout: float
     init_method: str
@@ -34,7 +36,8 @@ class RpcBackendOptions:
 
 
 class TensorPipeRpcBackendOptions(RpcBackendOptions):
-    """The options of torch's only backend, which gradwire takes for its own.
+    """The options of TensorPipe, torch's only RPC backend. gradwire's own backend accepts these
+    options.
 
     >>> TensorPipeRpcBackendOptions(num_worker_threads=8).rpc_timeout
     60.0
@@ -67,38 +70,41 @@ class TensorPipeRpcBackendOptions(RpcBackendOptions):
         self.set_devices(devices or [])
 
     def set_device_map(self, to: str, device_map: Mapping[Device, Device]) -> None:
-        """Say on which of its devices worker `to` gets the tensors of ours."""
+        """Map devices of this worker to devices of the worker `to`. In torch, tensors that are sent
+        to that worker move to the mapped devices. gradwire checks the map, but cannot send tensors
+        on accelerators yet."""
         new = {_device(ours): _device(theirs) for ours, theirs in device_map.items()}
         known = self.device_maps.get(to, {})
         for ours, theirs in new.items():
             if known.get(ours, theirs) != theirs:
                 raise ValueError(
-                    f"`set_device_map` only supports 1-to-1 mapping: {ours} goes to {known[ours]} "
-                    f"of {to!r} already and cannot go to {theirs} too"
+                    f"`set_device_map` only supports 1-to-1 mapping: {ours} is mapped to "
+                    f"{known[ours]} of {to!r} already and cannot be mapped to {theirs} too"
                 )
         merged = {**known, **new}
         if len(set(merged.values())) < len(merged):
             raise ValueError(
-                f"`device_map` only supports 1-to-1 mapping: two devices go to one of {to!r}, "
-                f"{device_map}"
+                "`device_map` only supports 1-to-1 mapping: two devices are mapped to one of "
+                f"{to!r}, {device_map}"
             )
         self.device_maps[to] = merged
 
     def set_devices(self, devices: Sequence[Device]) -> None:
-        """Say which devices are used."""
-        listed = [_device(device) for device in devices]
-        for device in listed:
+        """Set the devices that this worker uses."""
+        converted = [_device(device) for device in devices]
+        for device in converted:
             if device.type != "cuda":
                 raise ValueError(f"`set_devices` expect a list of CUDA devices, not {device}")
-        self.devices = listed
+        self.devices = converted
 
-    def for_gradwire(self) -> Options:
-        """The same for a worker of gradwire."""
+    def to_gradwire(self) -> Options:
+        """Return the same options as a gradwire `Options` object. Issue a warning for each option
+        that gradwire ignores."""
         for name in ("_transports", "_channels"):
             if getattr(self, name):
-                _tell_once(name, "gradwire has its own ways between workers")
+                _warn_once(name, "gradwire has transports of its own")
         if self.device_maps or self.devices:
-            _tell_once("device_maps", "tensors on accelerators cannot be sent yet")
+            _warn_once("device_maps", "tensors on accelerators cannot be sent yet")
         return Options(
             num_worker_threads=self.num_worker_threads,
             rpc_timeout=self.rpc_timeout,
@@ -112,7 +118,7 @@ def _device(device: Device) -> torch.device:
     return torch.device("cuda", device) if isinstance(device, int) else torch.device(device)
 
 
-def _tell_once(option: str, reason: str) -> None:
-    if option not in _told:
-        _told.add(option)
+def _warn_once(option: str, reason: str) -> None:
+    if option not in _warned:
+        _warned.add(option)
         warnings.warn(f"the option {option} is ignored: {reason}", stacklevel=5)

@@ -1,4 +1,4 @@
-"""`RRef` with the names and the wording that torch's has beside the public ones."""
+"""The class `RRef` (remote reference) with torch's private methods and torch's error texts."""
 
 from __future__ import annotations
 
@@ -9,25 +9,26 @@ from typing import Any, TypeVar
 
 from torch.futures import Future
 
-from gradwire import current
+from gradwire._core import current
+from gradwire._core.ids import creator, serial
+from gradwire._core.rref.rref import RRef as _RRef
+from gradwire._core.rref.rref import _Proxy
 from gradwire.compat.rpc.agents import _get_current_rpc_agent
 from gradwire.compat.rpc.constants import UNSET_RPC_TIMEOUT
-from gradwire.compat.rpc.internal import RPCExecMode, _internal_rpc_pickler, _recorded
-from gradwire.ids import creator, serial
-from gradwire.refs.rref import RRef as _RRef
-from gradwire.refs.rref import _Proxy
+from gradwire.compat.rpc.internal import RPCExecMode, _internal_rpc_pickler, _profiled
 
 T = TypeVar("T")
 
-#: The references of this process to values on other workers.
-users: weakref.WeakSet[RRef[Any]] = weakref.WeakSet()
-_adding = threading.RLock()
+#: The references in this process to values on other workers. torch calls them user RRefs.
+user_rrefs: weakref.WeakSet[RRef[Any]] = weakref.WeakSet()
+_user_rrefs_lock = threading.RLock()
 
 
-def users_now() -> list[RRef[Any]]:
-    """Those there are; others may come and go meanwhile."""
-    with _adding:
-        return list(users)
+def current_user_rrefs() -> list[RRef[Any]]:
+    """Return the references to values on other workers that exist now. The result is a copy, since
+    other threads may create and delete references."""
+    with _user_rrefs_lock:
+        return list(user_rrefs)
 
 
 class RRef(_RRef[T]):
@@ -46,24 +47,26 @@ class RRef(_RRef[T]):
         super()._set_up(*args)
         self._created = self._confirmation
         if not self.is_owner():
-            with _adding:
-                users.add(self)
+            with _user_rrefs_lock:
+                user_rrefs.add(self)
 
-    # -- its life
+    # -- its lifetime
 
     def is_pending(self) -> bool:
-        """Whether the owner has not yet confirmed that it knows of this reference."""
+        """Return whether the owner has not confirmed this reference yet. The owner confirms it when
+        it has made the value or knows that this worker refers to the value."""
         return self._confirmation is not None and not self._confirmation.done()
 
-    def let_go(self) -> None:
-        """Tell the owner that this reference is no more, although the object is still there."""
+    def drop(self) -> None:
+        """Tell the owner of the value that this reference no longer exists. The Python object may
+        exist longer, but it cannot be used any more."""
         self._is_deleted = True
-        self._refs.dropped(self._owner, self._id, self._fork, self._confirmation)
+        self._rrefs.delete_user(self._owner, self._rref_id, self._fork_id, self._confirmation)
 
     def _get_future(self) -> Any:
-        """Done when the value has been made."""
+        """Return a future that is done when the owner has made the value."""
         if self._created is None:
-            self._created = _done(None)
+            self._created = _done_future(None)
         return self._created
 
     def _get_profiling_future(self) -> Any:
@@ -82,36 +85,44 @@ class RRef(_RRef[T]):
     def local_value(self) -> T:
         if not self.is_owner():
             raise RuntimeError(
-                f"For UserRRef(rref_id={_unique(self._id)}, fork_id={_unique(self._fork)}), can't "
-                f"call localValue() on user {self._refs.me}. Call it on owner {self._owner}"
+                f"For UserRRef(rref_id={_global_id(self._rref_id)}, "
+                f"fork_id={_global_id(self._fork_id)}), can't call localValue() on user "
+                f"{self._rrefs.info}. Call it on owner {self._owner}"
             )
         return super().local_value()
 
     def remote(self, timeout: float = UNSET_RPC_TIMEOUT) -> Any:
-        """A proxy whose methods run on the owner and give an RRef to the result there. That there
-        is such a method is checked at once: nobody may ever look at the result."""
-        return _Checked(self, self._refs.remote_method, timeout)
+        """Return an object with the methods of the value. Each method runs on the owner of the
+        value, leaves its result there, and returns an RRef to the result.
+
+        If the type of the value has no such method, AttributeError is raised at once. Otherwise the
+        error could stay unnoticed, because a program may never fetch the result.
+        """
+        return _CheckedProxy(self, self._rrefs.remote_method, timeout)
 
     def _get_type(self, timeout: float = UNSET_RPC_TIMEOUT, blocking: bool = True) -> Any:
-        """The type of the value, or a future of it. It is asked for once."""
-        asked = self._type
-        if asked is None:
+        """Return the type of the value, or a future of the type if `blocking` is False. This
+        reference keeps the type, so that later calls need not ask the owner again."""
+        future = self._type
+        if future is None:
             if self.is_owner():
-                asked = self._type = _done(type(self.local_value()))
+                future = self._type = _done_future(type(self.local_value()))
             else:
-                worker, function = current.worker(), _rref_typeof_on_owner
-                with _recorded(RPCExecMode.ASYNC, function, self._owner):
-                    asked = worker.rpc_async(self._owner, function, (self,), timeout=timeout)
+                calls, function = current.runtime().calls, _rref_typeof_on_owner
+                with _profiled(RPCExecMode.ASYNC, function, self._owner):
+                    future = calls.rpc_async(self._owner, function, (self,), None, timeout)
                 if blocking:
-                    asked.wait()
-                self._type = asked
+                    future.wait()
+                self._type = future
                 if not blocking:
-                    asked.expect_failure()
-                    asked.add_done_callback(self._forget_failure)
-        return asked.wait() if blocking else asked
+                    future.expect_failure()
+                    future.add_done_callback(self._forget_failure)
+        return future.wait() if blocking else future
 
-    def _forget_failure(self, asked: Any) -> None:
-        if asked.exception() is not None:
+    def _forget_failure(self, future: Any) -> None:
+        """Forget the request for the type of the value if it has failed, so that the next
+        `_get_type` asks the owner again."""
+        if future.exception() is not None:
             self._type = None
 
     # -- as a value
@@ -135,25 +146,26 @@ def _rref_typeof_on_owner(rref: RRef[Any]) -> type:
     return type(rref.local_value())
 
 
-def _unique(id: int) -> str:
-    return f"GloballyUniqueId(created_on={creator(id)}, local_id={serial(id)})"
+def _global_id(number: int) -> str:
+    return f"GloballyUniqueId(created_on={creator(number)}, local_id={serial(number)})"
 
 
-def _done(value: Any) -> Any:
+def _done_future(value: Any) -> Any:
     future: Any = Future()
     future.set_result(value)
     return future
 
 
-class _Checked(_Proxy):
-    """A proxy that knows which methods there are."""
+class _CheckedProxy(_Proxy):
+    """An object whose methods call the methods of a remote value. It raises AttributeError for a
+    method that the type of the value does not have."""
 
     __slots__ = ()
     _rref: RRef[Any]
 
     def __getattr__(self, name: str) -> Callable[..., Any]:
         method = super().__getattr__(name)
-        kind = self._rref._get_type(self._timeout)
-        if not hasattr(kind, name):
-            raise AttributeError(f"type object {kind.__name__!r} has no attribute {name!r}")
+        value_type = self._rref._get_type(self._timeout)
+        if not hasattr(value_type, name):
+            raise AttributeError(f"type object {value_type.__name__!r} has no attribute {name!r}")
         return method

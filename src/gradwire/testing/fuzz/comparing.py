@@ -1,8 +1,8 @@
-"""Running a program both ways, and cutting one down that fails.
+"""Run a program in one process and on workers, compare the two runs, and shrink programs that fail.
 
-Equal means: the same results; the same leaves with gradients, None where it is None; and every hook
-called as often, with gradients of the same sum. Numbers may differ by what the order of additions
-makes.
+Two runs are equal if their results are equal, if the same leaves have equal gradients (or both have
+none), and if every hook was called equally often, with gradients of equal sum. Numbers may differ
+by rounding errors, because the order of additions may differ.
 """
 
 from __future__ import annotations
@@ -26,60 +26,62 @@ from gradwire.testing.fuzz.running import Report
 _TOLERANCES: dict[Precision, float] = {"float64": 1e-9, "float32": 1e-3, "bfloat16": 0.1}
 _SHRINKING_SECONDS = 20.0
 
-#: The gradients were compared; there were none; torch itself refuses the program.
+#: What came of a comparison. "equal" means that the gradients were compared. "no gradients" means
+#: that the program has no gradients, and "no meaning" that torch itself rejects the program.
 Verdict = Literal["equal", "no gradients", "no meaning"]
 
-
-#: Takes what is compared, what is wanted and what was got; gives sentences.
-Close = Callable[[str, "Tensor | None", "Tensor | None"], Iterator[str]]
+#: A function that compares two tensors. It takes a name for the tensor, the expected tensor and the
+#: actual tensor, and yields a sentence for each difference.
+CompareTensors = Callable[[str, "Tensor | None", "Tensor | None"], Iterator[str]]
 
 
 class Mismatch(AssertionError):
-    """A program came to different things in one process and on workers."""
+    """A program gave different results or gradients in one process and on workers."""
 
 
 def check(seed: int, workers: int) -> Verdict:
-    """Run the program of a seed in this process and on the current group of workers. Raises
-    `Mismatch` with the seed and the program when they differ."""
+    """Make the program that belongs to a seed. Run it in this process alone, and on the current
+    group of workers. Raise `Mismatch` with the seed and the program if the two runs differ."""
     program = make_program(seed, workers)
-    complaint, verdict = judge(program)
-    if complaint:
-        raise Mismatch(f"seed {seed}, {workers} workers: {complaint}\n{program}")
+    difference, verdict = run_both_ways(program)
+    if difference:
+        raise Mismatch(f"seed {seed}, {workers} workers: {difference}\n{program}")
     return verdict
 
 
-def judge(program: Program) -> tuple[str, Verdict]:
-    """What is wrong with a program, or an empty string."""
+def run_both_ways(program: Program) -> tuple[str, Verdict]:
+    """Run a program in one process and on workers. Return the first difference between the two
+    runs (an empty string if there is none), and the verdict."""
     try:
         expected = run_locally(program)
     except RuntimeError:
         return "", "no meaning"
     try:
-        found = run_on_workers(program)
+        actual = run_on_workers(program)
     except Exception:
         return f"raised on workers only:\n{traceback.format_exc()}", "equal"
-    complaint = next(differences(program, expected, found), "")
-    return complaint, "equal" if expected.differentiated else "no gradients"
+    difference = next(differences(program, expected, actual), "")
+    return difference, "equal" if expected.differentiated else "no gradients"
 
 
-def differences(program: Program, expected: Outcome, found: Outcome) -> Iterator[str]:
-    """What differs, in sentences."""
+def differences(program: Program, expected: Outcome, actual: Outcome) -> Iterator[str]:
+    """Yield a sentence for each difference between the expected and the actual outcome."""
     noise = 16 * torch.finfo(getattr(torch, program.precision)).eps * _largest(expected)
-    close = partial(_compare_tensors, _TOLERANCES[program.precision], noise)
+    compare = partial(_compare_tensors, _TOLERANCES[program.precision], noise)
     for number, episode in enumerate(program.episodes):
-        want, got = expected.results[number], found.results[number]
-        for position, (mine, theirs) in enumerate(zip(want, got, strict=True)):
-            yield from close(f"result {position}", mine, theirs)
-        reports = zip(expected.reports[number], found.reports[number], strict=True)
+        results = zip(expected.results[number], actual.results[number], strict=True)
+        for position, (want, got) in enumerate(results):
+            yield from compare(f"result {position}", want, got)
+        reports = zip(expected.reports[number], actual.reports[number], strict=True)
         for worker, (wanted, given) in enumerate(reports):
             where = f"context {number}, worker {worker}: "
-            for complaint in _compare(wanted, given, close):
-                yield f"{where}{complaint} ({episode.order} order)"
+            for difference in _compare_reports(wanted, given, compare):
+                yield f"{where}{difference} ({episode.order} order)"
 
 
 def _largest(outcome: Outcome) -> float:
-    """How large numbers become in a program. Where such are added up to something small, as many of
-    its digits mean nothing."""
+    """Return the largest absolute value among the results and gradients of a program. A small
+    number may be the sum of large numbers, so its rounding error may be in proportion to them."""
     gradients = [g for reports in outcome.reports for r in reports for g in r.gradients.values()]
     tensors = [tensor for results in outcome.results for tensor in results] + gradients
     return max((_size(tensor) for tensor in tensors if tensor is not None), default=0.0)
@@ -93,29 +95,31 @@ def _size(tensor: Tensor) -> float:
     return float(finite.max()) if finite.numel() else 0.0
 
 
-def _compare(want: Report, got: Report, close: Close) -> Iterator[str]:
+def _compare_reports(want: Report, got: Report, compare: CompareTensors) -> Iterator[str]:
     if want.gradients.keys() != got.gradients.keys():
         yield f"has leaves {sorted(got.gradients)} instead of {sorted(want.gradients)}"
         return
     for name, gradient in want.gradients.items():
-        yield from close(f"gradient of {name}", gradient, got.gradients[name])
+        yield from compare(f"gradient of {name}", gradient, got.gradients[name])
     for name in sorted(want.hooks.keys() | got.hooks.keys()):
         count, total = want.hooks.get(name, (0, None))
         their_count, their_total = got.hooks.get(name, (0, None))
         if count == their_count:
-            yield from close(f"sum of the gradients that {name} saw", total, their_total)
+            yield from compare(f"sum of the gradients that {name} saw", total, their_total)
         else:
             yield f"{name} was called {their_count} times instead of {count}"
-    # Torch calls hooks with None now and then. Less often is no fault, where it does not is.
+    # Torch calls some hooks with None in the place of a gradient. How often it does so may differ
+    # on workers, but a hook that never gets None in one process must not get it on workers.
     too_many = got.calls_with_none.keys() - want.calls_with_none.keys()
     if too_many:
-        yield f"got None, which locally they do not: {sorted(too_many)}"
+        yield f"hooks were called with None on workers only: {sorted(too_many)}"
 
 
 def _compare_tensors(
     tolerance: float, noise: float, what: str, want: Tensor | None, got: Tensor | None
 ) -> Iterator[str]:
-    """The order of additions may differ, so only almost equal is equal."""
+    """Yield a difference unless the tensors are almost equal. Rounding errors depend on the order
+    of additions, which may differ between the two runs."""
     if want is None or got is None:
         if want is not got:
             yield f"{what} is {got} instead of {want}"
@@ -132,12 +136,12 @@ def _compare_tensors(
             yield f"{what} is {got} instead of {want}"
 
 
-# -- cutting down
+# -- shrinking
 
 
 def shrink(program: Program, fails: Callable[[Program], bool]) -> Program:
-    """A smaller program that still fails: steps are replaced by ones that do nothing while that
-    changes nothing about the failure."""
+    """Return a smaller program that still fails. To make it smaller, leave out passes, and replace
+    steps by steps that do nothing, as long as the program still fails."""
     deadline = time.monotonic() + _SHRINKING_SECONDS
     smaller = True
     while smaller:
@@ -158,8 +162,8 @@ def _smaller(program: Program) -> Iterator[Program]:
             yield replace(program, episodes=before + after)
         for number in range(len(episode.passes) - 1, -1, -1):
             if len(episode.passes) > 1:
-                left = episode.passes[:number] + episode.passes[number + 1 :]
-                fewer = replace(episode, passes=left, between=None, at_once=False)
+                remaining = episode.passes[:number] + episode.passes[number + 1 :]
+                fewer = replace(episode, passes=remaining, between=None, at_once=False)
                 yield replace(program, episodes=(*before, fewer, *after))
         for body in _smaller_bodies(episode.body):
             yield replace(program, episodes=(*before, replace(episode, body=body), *after))
@@ -170,7 +174,8 @@ def _smaller(program: Program) -> Iterator[Program]:
 
 
 def _smaller_bodies(body: Body) -> Iterator[Body]:
-    """Whole calls first, then what is inside of them."""
+    """Yield smaller versions of a body. For each step, first replace the whole step by one that
+    does nothing, then shrink the bodies that the step calls."""
     for position in range(len(body.steps) - 1, -1, -1):
         for step in _smaller_steps(body.steps[position]):
             steps = (*body.steps[:position], step, *body.steps[position + 1 :])

@@ -1,8 +1,8 @@
-"""A program on workers. What they run is the same `run_body` as in one process; here is what calls
-mean between workers, and who looks after a program.
+"""Run a random program on workers. Worker 0 runs the program as a whole. Each call runs a body on
+some worker, with the same function `run_body` as in one process; the backend here makes the calls.
 
-State is kept by run and worker, so workers of one process do not mix and many programs can run at
-the same time.
+The state of a program is kept per run and worker, because several workers can be in one process,
+and several programs can run at the same time.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from torch import Tensor
 
 from gradwire import autograd, rpc
 from gradwire.testing.fuzz.local import Outcome
-from gradwire.testing.fuzz.operations import arrived, soften, thick, thin
+from gradwire.testing.fuzz.operations import halve, to_dense, to_sparse, without_overlap
 from gradwire.testing.fuzz.programs import Body, Episode, Pass, Program, Step
 from gradwire.testing.fuzz.running import (
-    Bench,
-    Finish,
+    GetResults,
     Report,
+    WorkerState,
     finish_second_order,
     loss_of,
     penalty_inputs,
@@ -32,62 +32,63 @@ from gradwire.testing.fuzz.running import (
     run_body,
 )
 
-#: A program's seed, and which of its runs it is.
+#: Identifies a run of a program: the seed, and a number that is unique in this process.
 Run = tuple[int, int]
 
-_serials = itertools.count()
+_run_numbers = itertools.count()
 _lock = threading.Lock()
-_benches: dict[tuple[Run, int], Bench] = {}
+_states: dict[tuple[Run, int], WorkerState] = {}
 
 
-class RemoteWorld:
-    """The worker that the code runs on."""
+class RemoteBackend:
+    """A backend that makes the calls of a body through RPC, from the current worker. It holds the
+    state that the program has on this worker."""
 
     def __init__(self, run: Run):
         self._run = run
         worker = rpc.get_worker_info().id
         with _lock:
-            self.bench = _benches.setdefault((run, worker), Bench(run[0], worker))
+            self.state = _states.setdefault((run, worker), WorkerState(run[0], worker))
 
-    def begin(self, step: Step, arguments: list[Tensor]) -> Finish:
-        body, how = step.bodies[0], step.how
+    def begin(self, step: Step, arguments: list[Tensor]) -> GetResults:
+        body, style = step.bodies[0], step.style
         to, call = body.worker, (self._run, body, arguments)
-        if how == "sync":
-            results = rpc.rpc_sync(to, run_here, args=call)
+        if style == "sync":
+            results = rpc.rpc_sync(to, run_body_here, args=call)
             return lambda: results
-        if how == "sparse":
-            call = (self._run, body, [thin(argument) for argument in arguments])
-            results = rpc.rpc_sync(to, run_here, args=call)
+        if style == "sparse":
+            call = (self._run, body, [to_sparse(argument) for argument in arguments])
+            results = rpc.rpc_sync(to, run_body_here, args=call)
             return lambda: results
-        if how == "async":
-            return rpc.rpc_async(to, run_here, args=call).wait
-        if how == "then":
-            future = rpc.rpc_async(to, run_here, args=call)
+        if style == "async":
+            return rpc.rpc_async(to, run_body_here, args=call).wait
+        if style == "then":
+            future = rpc.rpc_async(to, run_body_here, args=call)
             return future.then(lambda done: self._go_on(step.bodies[1], done.wait())).wait
-        if how == "deferred":
-            return rpc.rpc_async(step.helper, run_elsewhere, args=call).wait
-        if "proxy" in how:
+        if style == "deferred":
+            return rpc.rpc_async(step.helper, run_body_elsewhere, args=call).wait
+        if "proxy" in style:
             return self._begin_by_proxy(step, arguments)
-        rref = rpc.remote(to, run_here, args=call)
-        if how == "remote":
+        rref = rpc.remote(to, run_body_here, args=call)
+        if style == "remote":
             return rref.to_here
         relayed = rpc.rpc_async(step.helper, fetch, args=(rref,))
-        if how == "relay":
+        if style == "relay":
             return relayed.wait
         return lambda: [a + b for a, b in zip(relayed.wait(), rref.to_here(), strict=True)]
 
-    def _begin_by_proxy(self, step: Step, arguments: list[Tensor]) -> Finish:
+    def _begin_by_proxy(self, step: Step, arguments: list[Tensor]) -> GetResults:
         body = step.bodies[0]
-        keeper = rpc.remote(body.worker, Keeper, args=(self._run, body, arguments[:1]))
-        if step.how == "proxy":
-            results = keeper.rpc_sync().run(arguments[1:])
+        partial_body = rpc.remote(body.worker, PartialBody, args=(self._run, body, arguments[:1]))
+        if step.style == "proxy":
+            results = partial_body.rpc_sync().run(arguments[1:])
             return lambda: results
-        if step.how == "async proxy":
-            return keeper.rpc_async().run(arguments[1:]).wait  # type: ignore[no-any-return]
-        return keeper.remote().run(arguments[1:]).to_here  # type: ignore[no-any-return]
+        if step.style == "async proxy":
+            return partial_body.rpc_async().run(arguments[1:]).wait  # type: ignore[no-any-return]
+        return partial_body.remote().run(arguments[1:]).to_here  # type: ignore[no-any-return]
 
     def _go_on(self, body: Body, results: list[Tensor]) -> list[Tensor]:
-        return run_body(body, arrived(results), self)
+        return run_body(body, without_overlap(results), self)
 
     def inner_gradients(
         self, body: Body, arguments: list[Tensor], *, by_grad: bool
@@ -99,30 +100,31 @@ class RemoteWorld:
             if by_grad:
                 return list(autograd.grad(context_id, loss, arguments, allow_unused=True))
             autograd.backward(context_id, [loss])
-            found = autograd.get_gradients(context_id)
-            return [found.get(argument) for argument in arguments]
+            gradients = autograd.get_gradients(context_id)
+            return [gradients.get(argument) for argument in arguments]
 
 
-# -- what workers are asked to do
+# -- functions that workers call on each other
 
 
-def run_here(run: Run, body: Body, arguments: list[Tensor]) -> list[Tensor]:
-    arguments = [thick(argument) for argument in arguments]
-    return run_body(body, arrived(arguments), RemoteWorld(run))
+def run_body_here(run: Run, body: Body, arguments: list[Tensor]) -> list[Tensor]:
+    arguments = [to_dense(argument) for argument in arguments]
+    return run_body(body, without_overlap(arguments), RemoteBackend(run))
 
 
 @rpc.functions.async_execution
-def run_elsewhere(run: Run, body: Body, arguments: list[Tensor]) -> Any:
-    future = rpc.rpc_async(body.worker, run_here, args=(run, body, arguments))
-    return future.then(lambda done: [soften(result) for result in done.wait()])
+def run_body_elsewhere(run: Run, body: Body, arguments: list[Tensor]) -> Any:
+    future = rpc.rpc_async(body.worker, run_body_here, args=(run, body, arguments))
+    return future.then(lambda done: [halve(result) for result in done.wait()])
 
 
 def fetch(rref: Any) -> Any:
     return rref.to_here()
 
 
-class Keeper:
-    """Has the first argument of a body already."""
+class PartialBody:
+    """A remote object that holds a body and its first argument. The method `run` receives the other
+    arguments and runs the body."""
 
     def __init__(self, run: Run, body: Body, arguments: list[Tensor]):
         self._run = run
@@ -130,98 +132,103 @@ class Keeper:
         self._arguments = arguments
 
     def run(self, others: list[Tensor]) -> list[Tensor]:
-        return run_here(self._run, self._body, self._arguments + others)
+        return run_body_here(self._run, self._body, self._arguments + others)
 
 
-def start_pass(context_id: int, results: list[Tensor], found: Pass, retain_graph: bool) -> bool:
-    """Whether there was anything to differentiate."""
-    roots, seeds = roots_of(results, found)
+def start_pass(
+    context_id: int, results: list[Tensor], backward_pass: Pass, retain_graph: bool
+) -> bool:
+    """Run a backward pass. Return False if there was nothing to differentiate."""
+    roots, seeds = roots_of(results, backward_pass)
     if roots:
         autograd.backward(context_id, roots, retain_graph, grad_tensors=seeds)
     return bool(roots)
 
 
 def penalty_here(run: Run, context_id: int, variant: int) -> Tensor:
-    found = autograd.get_gradients(context_id)
-    leaves = RemoteWorld(run).bench.leaves().values()
-    return penalty_of([found.get(leaf) for leaf in leaves], variant)
+    gradients = autograd.get_gradients(context_id)
+    leaves = RemoteBackend(run).state.leaves().values()
+    return penalty_of([gradients.get(leaf) for leaf in leaves], variant)
 
 
 def finish_abandoned(run: Run) -> int:
-    """Wait for calls that nobody waits for; returns how many there were."""
-    bench = RemoteWorld(run).bench
+    """Wait for the calls that this worker has started, but that the program does not wait for.
+    Return the number of these calls."""
+    state = RemoteBackend(run).state
     count = 0
-    while bench.abandoned:
-        bench.abandoned.pop()()
+    while state.abandoned:
+        state.abandoned.pop()()
         count += 1
     return count
 
 
 def report(run: Run, context_id: int, into_grad: bool) -> Report:
-    bench = RemoteWorld(run).bench
+    state = RemoteBackend(run).state
     if into_grad:
-        return bench.report(lambda leaf: leaf.grad)
-    return bench.report(autograd.get_gradients(context_id).get)
+        return state.report(lambda leaf: leaf.grad)
+    return state.report(autograd.get_gradients(context_id).get)
 
 
-def forget(run: Run) -> None:
+def drop_state(run: Run) -> None:
     with _lock:
-        _benches.pop((run, rpc.get_worker_info().id), None)
+        _states.pop((run, rpc.get_worker_info().id), None)
 
 
 # -- the whole program
 
 
 def run_on_workers(program: Program) -> Outcome:
-    """Run it, from the current worker, which must be worker 0."""
-    run = (program.seed, next(_serials))
+    """Run a program from the current worker, which must be worker 0."""
+    run = (program.seed, next(_run_numbers))
     outcome = Outcome()
     try:
         for episode in program.episodes:
             _run_episode(program, episode, run, outcome)
     finally:
         for worker in range(program.workers):
-            rpc.rpc_sync(worker, forget, args=(run,))
+            rpc.rpc_sync(worker, drop_state, args=(run,))
     return outcome
 
 
 def _run_episode(program: Program, episode: Episode, run: Run, outcome: Outcome) -> None:
     with autograd.context(program.into_grad) as context_id:
-        world = RemoteWorld(run)
-        results = run_body(episode.body, [], world)
+        backend = RemoteBackend(run)
+        results = run_body(episode.body, [], backend)
         if episode.order != "first":
             outcome.results.append([result.detach().clone() for result in results])
             outcome.differentiated |= _run_second_order(
-                program, episode, results, world, context_id, run
+                program, episode, results, backend, context_id, run
             )
         elif episode.at_once:
             outcome.differentiated |= _run_at_once(episode, context_id, results)
             outcome.results.append([result.detach() for result in results])
         else:
-            for number, found in enumerate(episode.passes):
+            for number, backward_pass in enumerate(episode.passes):
                 if number and episode.between is not None:
-                    results = results + run_body(episode.between, results, world)
+                    results = results + run_body(episode.between, results, backend)
                 retain = number + 1 < len(episode.passes)
-                outcome.differentiated |= _run_pass(context_id, results, found, retain)
+                outcome.differentiated |= _run_pass(context_id, results, backward_pass, retain)
             outcome.results.append([result.detach() for result in results])
         _finish_abandoned(program, run)
-        found_there = _ask_all(program.workers, report, run, context_id, program.into_grad)
-        outcome.reports.append(found_there)
+        reports = _call_all(program.workers, report, run, context_id, program.into_grad)
+        outcome.reports.append(reports)
 
 
-def _run_pass(context_id: int, results: list[Tensor], found: Pass, retain_graph: bool) -> bool:
-    call = (context_id, results, found, retain_graph)
-    if found.worker:
-        return bool(rpc.rpc_sync(found.worker, start_pass, args=call))
+def _run_pass(
+    context_id: int, results: list[Tensor], backward_pass: Pass, retain_graph: bool
+) -> bool:
+    call = (context_id, results, backward_pass, retain_graph)
+    if backward_pass.worker:
+        return bool(rpc.rpc_sync(backward_pass.worker, start_pass, args=call))
     return start_pass(*call)
 
 
 def _run_at_once(episode: Episode, context_id: int, results: list[Tensor]) -> bool:
-    """Each pass in a thread of its own."""
+    """Run the backward passes of an episode at the same time, each in a thread of its own."""
     with ThreadPoolExecutor(len(episode.passes)) as threads:
         running = [
-            threads.submit(copy_context().run, _run_pass, context_id, results, found, True)
-            for found in episode.passes
+            threads.submit(copy_context().run, _run_pass, context_id, results, backward_pass, True)
+            for backward_pass in episode.passes
         ]
         outcomes = [future.result() for future in running]
     return any(outcomes)
@@ -229,12 +236,13 @@ def _run_at_once(episode: Episode, context_id: int, results: list[Tensor]) -> bo
 
 def _finish_abandoned(program: Program, run: Run) -> None:
     if any(step.action == "start" for step in program.steps()):
-        # A call that has ended may have left others behind, on workers asked before.
-        while any(_ask_all(program.workers, finish_abandoned, run)):
+        # The calls that one worker has finished may have started new calls on workers that were
+        # asked before. So ask all workers again, until no worker had a call to finish.
+        while any(_call_all(program.workers, finish_abandoned, run)):
             pass
 
 
-def _ask_all(workers: int, function: Any, *arguments: Any) -> list[Any]:
+def _call_all(workers: int, function: Any, *arguments: Any) -> list[Any]:
     futures = [rpc.rpc_async(worker, function, args=arguments) for worker in range(workers)]
     return [future.wait() for future in futures]
 
@@ -243,7 +251,7 @@ def _run_second_order(
     program: Program,
     episode: Episode,
     results: list[Tensor],
-    world: RemoteWorld,
+    backend: RemoteBackend,
     context_id: int,
     run: Run,
 ) -> bool:
@@ -252,16 +260,18 @@ def _run_second_order(
     if not loss.requires_grad:
         return False
     if episode.order == "penalty":
-        inputs = penalty_inputs(results, world, variant)
-        found: tuple[Tensor | None, ...] = ()
+        inputs = penalty_inputs(results, backend, variant)
+        gradients: tuple[Tensor | None, ...] = ()
         if inputs:
-            found = autograd.grad(context_id, [loss], inputs, create_graph=True, allow_unused=True)
-        penalty = penalty_of(found, variant)
+            gradients = autograd.grad(
+                context_id, [loss], inputs, create_graph=True, allow_unused=True
+            )
+        penalty = penalty_of(gradients, variant)
     else:
         autograd.backward(context_id, [loss], retain_graph=True, create_graph=True)
-        parts = _ask_all(program.workers, penalty_here, run, context_id, variant)
+        parts = _call_all(program.workers, penalty_here, run, context_id, variant)
         penalty = sum(parts, torch.zeros((), dtype=torch.float64))
-    total = finish_second_order(episode, penalty, loss, world)
+    total = finish_second_order(episode, penalty, loss, backend)
     if total.requires_grad:
         autograd.backward(context_id, [total])
     return True

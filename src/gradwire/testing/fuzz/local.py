@@ -1,7 +1,8 @@
-"""The reference: a program in one process, differentiated by torch alone.
+"""Run a random program in one process, differentiated by torch without gradwire. Runs on workers
+are compared with this reference.
 
-A call runs the body on copies of its arguments and gives copies of its results, which is what
-sending means. Nothing of gradwire takes part.
+A call runs its body on copies of the arguments and returns copies of the results, because sending a
+tensor copies it.
 """
 
 from __future__ import annotations
@@ -14,12 +15,12 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from gradwire.testing.fuzz.operations import arrived, soften, thick, thin
+from gradwire.testing.fuzz.operations import halve, to_dense, to_sparse, without_overlap
 from gradwire.testing.fuzz.programs import Body, Episode, Program, Step
 from gradwire.testing.fuzz.running import (
-    Bench,
-    Finish,
+    GetResults,
     Report,
+    WorkerState,
     finish_second_order,
     loss_of,
     penalty_inputs,
@@ -31,53 +32,62 @@ from gradwire.testing.fuzz.running import (
 
 @dataclass
 class Outcome:
-    """What a program came to: per episode, its results and the reports of all workers."""
+    """The outcome of a program: the results and the reports of all workers, for each episode (the
+    use of one context)."""
 
     results: list[list[Tensor]] = field(default_factory=list)
-    #: Whether there was anything to differentiate.
+    #: Whether any backward pass had something to differentiate.
     differentiated: bool = False
     reports: list[list[Report]] = field(default_factory=list)
 
 
 def copies(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """What arrives when these are sent: copies, and one copy for one tensor however often."""
+    """Return copies of the tensors, as a worker would receive them. A tensor that appears several
+    times is copied only once."""
     made: dict[int, Tensor] = {}
-    with torch.enable_grad():  # the way does not count, whatever the code at its ends is in
+    # Sending a tensor to a worker is differentiable even under no_grad, so copying must be too.
+    with torch.enable_grad():
         for tensor in tensors:
             made.setdefault(id(tensor), tensor.clone())
     return [made[id(tensor)] for tensor in tensors]
 
 
-class LocalWorld:
-    """A worker that is none: the benches of all of them are here."""
+class LocalBackend:
+    """A backend that makes the calls of a body in this process. The body acts as one worker, and
+    the bodies that it calls act as others, so the backend holds the states of all workers."""
 
-    def __init__(self, benches: list[Bench], worker: int):
-        self.bench = benches[worker]
-        self._benches = benches
+    def __init__(self, states: list[WorkerState], worker: int):
+        self.state = states[worker]
+        self._states = states
         self._worker = worker
 
-    def begin(self, step: Step, arguments: list[Tensor]) -> Finish:
+    def begin(self, step: Step, arguments: list[Tensor]) -> GetResults:
         results = self._call(step, arguments)
         return lambda: results
 
     def _call(self, step: Step, arguments: list[Tensor]) -> list[Tensor]:
         body = step.bodies[0]
-        if "proxy" in step.how:  # the first argument travels ahead
+        # On workers, a call of a "proxy" style sends the first argument in a message of its own. So
+        # copy the first argument separately.
+        if "proxy" in step.style:
             received = copies(arguments[:1]) + copies(arguments[1:])
-        elif step.how == "sparse":
-            received = [thick(x) for x in copies([thin(argument) for argument in arguments])]
+        elif step.style == "sparse":
+            received = [
+                to_dense(x) for x in copies([to_sparse(argument) for argument in arguments])
+            ]
         else:
             received = copies(arguments)
-        there = LocalWorld(self._benches, body.worker)
-        results = run_body(body, arrived(received), there)
-        if step.how in ("remote", "remote proxy") and body.worker == self._worker:
-            return results  # the value of an own reference is no copy
-        if step.how == "deferred":
-            return copies([soften(result) for result in copies(results)])
-        if step.how == "shared":
+        callee = LocalBackend(self._states, body.worker)
+        results = run_body(body, without_overlap(received), callee)
+        if step.style in ("remote", "remote proxy") and body.worker == self._worker:
+            # The calling worker owns the RRef, so it gets the value itself and not a copy.
+            return results
+        if step.style == "deferred":
+            return copies([halve(result) for result in copies(results)])
+        if step.style == "shared":
             return [a + b for a, b in zip(copies(results), copies(results), strict=True)]
-        if step.how == "then":
-            return run_body(step.bodies[1], arrived(copies(results)), self)
+        if step.style == "then":
+            return run_body(step.bodies[1], without_overlap(copies(results)), self)
         return copies(results)
 
     def inner_gradients(
@@ -88,21 +98,23 @@ class LocalWorld:
             return [None for _ in arguments]
         if by_grad:
             return list(torch.autograd.grad(loss, arguments, allow_unused=True))
-        leaves = [*arguments, *_all_leaves(self._benches)]
-        return _found_by_a_pass(loss, leaves)[: len(arguments)]
+        leaves = [*arguments, *_all_leaves(self._states)]
+        return _gradients_of_a_pass(loss, leaves)[: len(arguments)]
 
 
-def _found_by_a_pass(
+def _gradients_of_a_pass(
     loss: Tensor, leaves: Sequence[Tensor], *, create_graph: bool = False
 ) -> list[Tensor | None]:
-    """A pass goes everywhere, and runs the hooks on its way: also to where `torch.autograd.grad`,
-    even if asked for all leaves, would not. What other passes have found does not count."""
+    """Return the gradients of one backward pass, without those of earlier passes. The pass runs all
+    hooks in the graph; `torch.autograd.grad` would skip some of the hooks."""
     before = [leaf.grad for leaf in leaves]
     for leaf in leaves:
         leaf.grad = None
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # torch fears for circles, which are undone below
+            # With create_graph, torch warns of reference cycles through `grad`. Setting `grad`
+            # below breaks these cycles.
+            warnings.simplefilter("ignore")
             torch.autograd.backward([loss], create_graph=create_graph)
         return [leaf.grad for leaf in leaves]
     finally:
@@ -111,80 +123,80 @@ def _found_by_a_pass(
 
 
 def run_locally(program: Program) -> Outcome:
-    """Run it. Raises RuntimeError when torch finds that the program makes no sense, as after a
-    change in place of something that backward needs."""
-    benches = [Bench(program.seed, worker) for worker in range(program.workers)]
+    """Run a program. Raise RuntimeError if torch rejects the program: for example, because a tensor
+    that backward needs was changed in place."""
+    states = [WorkerState(program.seed, worker) for worker in range(program.workers)]
     outcome = Outcome()
     for episode in program.episodes:
         if not program.into_grad:
-            for leaf in _all_leaves(benches):
+            for leaf in _all_leaves(states):
                 leaf.grad = None
-        _run_episode(episode, benches, outcome)
-        outcome.reports.append([bench.report(lambda leaf: leaf.grad) for bench in benches])
+        _run_episode(episode, states, outcome)
+        outcome.reports.append([state.report(lambda leaf: leaf.grad) for state in states])
     return outcome
 
 
-def _run_episode(episode: Episode, benches: list[Bench], outcome: Outcome) -> None:
-    world = LocalWorld(benches, 0)
-    results = run_body(episode.body, [], world)
+def _run_episode(episode: Episode, states: list[WorkerState], outcome: Outcome) -> None:
+    backend = LocalBackend(states, 0)
+    results = run_body(episode.body, [], backend)
     if episode.order != "first":
         outcome.results.append([result.detach().clone() for result in results])
-        outcome.differentiated |= _run_second_order(episode, results, world, benches)
+        outcome.differentiated |= _run_second_order(episode, results, backend, states)
         return
-    for number, found in enumerate(episode.passes):
+    for number, backward_pass in enumerate(episode.passes):
         if number and episode.between is not None:
-            results = results + run_body(episode.between, results, world)
-        sent = copies(results) if found.worker else results
-        roots, seeds = roots_of(sent, found)
+            results = results + run_body(episode.between, results, backend)
+        sent = copies(results) if backward_pass.worker else results
+        roots, seeds = roots_of(sent, backward_pass)
         if roots:
             outcome.differentiated = True
             retain = episode.at_once or number + 1 < len(episode.passes)
             torch.autograd.backward(roots, seeds, retain_graph=retain)
-            _part_workers(benches)
+            _separate_gradients(states)
     outcome.results.append([result.detach() for result in results])
 
 
 def _run_second_order(
-    episode: Episode, results: list[Tensor], world: LocalWorld, benches: list[Bench]
+    episode: Episode, results: list[Tensor], backend: LocalBackend, states: list[WorkerState]
 ) -> bool:
     variant = episode.passes[0].variant
     loss = loss_of(results, variant)
     if not loss.requires_grad:
         return False
-    every = _all_leaves(benches)
+    leaves = _all_leaves(states)
     first: Sequence[Tensor | None] = ()
     if episode.order == "penalty":
-        inputs = penalty_inputs(results, world, variant)
+        inputs = penalty_inputs(results, backend, variant)
         if inputs:
             first = torch.autograd.grad(loss, inputs, create_graph=True, allow_unused=True)
         penalty = penalty_of(first, variant)
     else:
-        first = _found_by_a_pass(loss, every, create_graph=True)
-        by_leaf = dict(zip(map(id, every), first, strict=True))
+        first = _gradients_of_a_pass(loss, leaves, create_graph=True)
+        by_leaf = dict(zip(map(id, leaves), first, strict=True))
         penalty = torch.zeros((), dtype=torch.float64)
-        for bench in benches:
-            found = [by_leaf[id(leaf)] for leaf in bench.leaves().values()]
-            penalty = penalty + penalty_of(found, variant)
-    total = finish_second_order(episode, penalty, loss, world)
+        for state in states:
+            gradients = [by_leaf[id(leaf)] for leaf in state.leaves().values()]
+            penalty = penalty + penalty_of(gradients, variant)
+    total = finish_second_order(episode, penalty, loss, backend)
     if total.requires_grad:
         torch.autograd.backward([total])
     if episode.order == "create":
-        for leaf, gradient in zip(every, first, strict=True):
+        for leaf, gradient in zip(leaves, first, strict=True):
             if gradient is not None:
                 gradient = gradient.detach()
                 leaf.grad = gradient if leaf.grad is None else leaf.grad + gradient
     return True
 
 
-def _part_workers(benches: list[Bench]) -> None:
-    """Torch may give the gradients of two leaves the same memory, and then adds to both whatever it
-    adds to one. Workers have no memory in common."""
-    for bench in benches:
-        leaves = bench.leaves().values()
+def _separate_gradients(states: list[WorkerState]) -> None:
+    """Copy the gradients of each worker to storage of its own, as on real workers. Torch may let
+    the gradients of two leaves share storage; then adding to one of them changes the other."""
+    for state in states:
+        leaves = state.leaves().values()
         gradients = copy.deepcopy([leaf.grad for leaf in leaves])
         for leaf, gradient in zip(leaves, gradients, strict=True):
             leaf.grad = gradient
 
 
-def _all_leaves(benches: list[Bench]) -> list[Tensor]:
-    return [leaf for bench in benches for leaf in bench.leaves().values()]
+def _all_leaves(states: list[WorkerState]) -> list[Tensor]:
+    return [leaf for state in states for leaf in state.leaves().values()]

@@ -1,8 +1,8 @@
-"""What programs compute with.
+"""The operations of random programs.
 
-Every operation takes tensors of any shape and dtype: a random program must not fail for want of a
-matching shape. Whether a result shares memory with an input never depends on strides, since a
-tensor that was sent may arrive with others than its copy in one process has.
+Every operation takes tensors of any shape and dtype, so that random programs do not fail because of
+shapes. Whether a result shares storage with an input never depends on strides: sending a tensor may
+change its strides, so they may differ between a run on workers and a run in one process.
 """
 
 from __future__ import annotations
@@ -23,77 +23,81 @@ DTYPES = {
 }
 
 
-# -- making things fit
+# -- adapting tensors
 
 
-def smooth(x: Tensor) -> Tensor:
-    """As numbers that can have gradients."""
+def as_floating(x: Tensor) -> Tensor:
+    """Return x, converted to a floating point dtype if its dtype cannot have gradients."""
     return x if x.is_floating_point() or x.is_complex() else x.to(torch.float64)
 
 
 def convert(x: Tensor, dtype: torch.dtype) -> Tensor:
-    x = smooth(x)
+    x = as_floating(x)
     if x.is_complex() and not dtype.is_complex:
-        x = x.real + x.imag  # a plain conversion warns that it drops something
+        x = x.real + x.imag  # `to` alone would drop the imaginary part and give a warning.
     return x.to(dtype)
 
 
 def fit(x: Tensor, like: Tensor) -> Tensor:
-    """Something made of x that combines with `like`."""
+    """Turn x into a tensor that can be added to `like`."""
     x = convert(x, like.dtype)
     return x if x.shape == like.shape else x.sum()
 
 
 def squash(x: Tensor) -> Tensor:
-    """Between -1 and 1, so that long programs do not run away."""
+    """Map x to values between -1 and 1, so that numbers stay small in long programs."""
     return x / (1 + x.abs())
 
 
-def soften(x: Tensor) -> Tensor:
-    """A small computation, for code that has nothing else to do."""
+def halve(x: Tensor) -> Tensor:
+    """Halve x if it can have gradients. A worker that passes on another worker's results does this,
+    so that its own part of the autograd graph is not empty."""
     return x * 0.5 if x.is_floating_point() or x.is_complex() else x
 
 
-def thin(x: Tensor) -> Tensor:
-    """As a sparse tensor, if it has rows at all."""
+def to_sparse(x: Tensor) -> Tensor:
+    """Return x as a sparse tensor, if x has a dimension and floating point values."""
     return x.to_sparse() if x.dim() and x.is_floating_point() else x
 
 
-def thick(x: Tensor) -> Tensor:
+def to_dense(x: Tensor) -> Tensor:
     return x.to_dense() if x.is_sparse else x
 
 
 def writable(x: Tensor) -> Tensor:
-    """What may be changed in place: not a leaf, and not a view of one."""
+    """Return x, or a copy if x cannot be changed in place because x is a leaf that requires
+    gradients, or a view of such a leaf."""
     base = x if x._base is None else x._base
     return x * 1 if base.is_leaf and base.requires_grad else x
 
 
 def indices(x: Tensor, limit: int) -> Tensor:
-    """Integers below the limit made of x."""
+    """Turn x into integers below the limit."""
     x = x.detach()
     if x.is_floating_point() or x.is_complex():
         x = (convert(x, torch.float64).nan_to_num().clamp(-100, 100) * 10).round().to(torch.int64)
     return x.reshape(-1)[:4].remainder(limit)
 
 
-def arrived(tensors: list[Tensor]) -> list[Tensor]:
-    """Tensors that came from elsewhere, ready to be written to: an expanded one cannot be."""
+def without_overlap(tensors: list[Tensor]) -> list[Tensor]:
+    """Return the tensors, with a copy in the place of each expanded tensor. The elements of an
+    expanded tensor overlap in storage, so such a tensor cannot be changed in place."""
     made: dict[int, Tensor] = {}
     for x in tensors:
         overlaps = any(
             not stride and size > 1 for size, stride in zip(x.shape, x.stride(), strict=True)
         )
-        with torch.enable_grad():  # a call under `no_grad` gives back what it was given
+        # Even under no_grad, a copy must keep its autograd history, as the tensor itself would.
+        with torch.enable_grad():
             made.setdefault(id(x), x.contiguous() if overlaps else x)
     return [made[id(x)] for x in tensors]
 
 
-# -- functions of one's own
+# -- custom autograd functions
 
 
-class KeepsSecondToItself(torch.autograd.Function):
-    """Gives no gradient for its second input, though that may require one."""
+class NoGradientForSecond(torch.autograd.Function):
+    """A function that gives no gradient for its second input, even if this input requires one."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, y: Tensor) -> Tensor:
@@ -107,7 +111,7 @@ class KeepsSecondToItself(torch.autograd.Function):
 
 
 class SeveralOutputs(torch.autograd.Function):
-    """Two outputs with gradients and one without."""
+    """A function that has two outputs with gradients and one without."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Any:
@@ -128,43 +132,44 @@ Operation = Callable[[list[Tensor], int], list[Tensor]]
 
 
 def _add(inputs: list[Tensor], _number: int) -> list[Tensor]:
-    first = smooth(inputs[0])
+    first = as_floating(inputs[0])
     return [first + fit(inputs[-1], first)]
 
 
 def _multiply(inputs: list[Tensor], _number: int) -> list[Tensor]:
-    first = smooth(inputs[0])
+    first = as_floating(inputs[0])
     return [first * squash(fit(inputs[-1], first))]
 
 
 def _wave(inputs: list[Tensor], _number: int) -> list[Tensor]:
-    x = smooth(inputs[0])
+    x = as_floating(inputs[0])
     return [squash(x) if x.is_complex() else x.sin()]
 
 
 def _total(inputs: list[Tensor], _number: int) -> list[Tensor]:
-    return [smooth(inputs[0]).sum()]
+    return [as_floating(inputs[0]).sum()]
 
 
 def _outer(inputs: list[Tensor], _number: int) -> list[Tensor]:
-    first = smooth(inputs[0])
+    first = as_floating(inputs[0])
     second = convert(inputs[-1], first.dtype)
     return [squash(first.reshape(-1)[:4].outer(second.reshape(-1)[:3]))]
 
 
 def _join(inputs: list[Tensor], _number: int) -> list[Tensor]:
-    first = smooth(inputs[0])
+    first = as_floating(inputs[0])
     second = convert(inputs[-1], first.dtype)
     return [torch.cat([first.reshape(-1)[:2], second.reshape(-1)[:2]])]
 
 
 def _convert(inputs: list[Tensor], number: int) -> list[Tensor]:
-    """To the dtype of that number; the program says how far it may go."""
+    """Convert a tensor to the dtype with this number in `DTYPES`. The generator chooses only dtypes
+    that are precise enough for the program."""
     return [convert(inputs[0], list(DTYPES.values())[number])]
 
 
 def _view(inputs: list[Tensor], number: int) -> list[Tensor]:
-    """A view that shares memory, with strides of its own."""
+    """Return a view of a tensor, which shares the tensor's storage and may have other strides."""
     x = inputs[0]
     if number == 0:
         return [x.transpose(0, -1) if x.dim() else x.unsqueeze(0)]
@@ -185,7 +190,7 @@ def _expand(inputs: list[Tensor], _number: int) -> list[Tensor]:
 
 
 def _change(inputs: list[Tensor], number: int) -> list[Tensor]:
-    """In place: on the tensor, on a view of it, behind autograd's back."""
+    """Change a tensor in place: directly, through a view, or under no_grad."""
     x = writable(inputs[0])
     if not (x.is_floating_point() or x.is_complex()):
         return [x.logical_not_() if x.dtype is torch.bool else x.add_(1)]
@@ -194,7 +199,8 @@ def _change(inputs: list[Tensor], number: int) -> list[Tensor]:
     elif number == 1:
         (x[..., :1] if x.dim() else x).mul_(3).add_(1)
     elif number == 2:
-        # Of a copy: a tensor that is in its own history is never freed, by torch alone either.
+        # Both inputs may be the same tensor, so make a copy with `* 1`. Otherwise the tensor would
+        # be part of its own autograd history, and torch would never free it.
         x.add_(squash(fit(inputs[-1], x) * 1))
     elif number == 3:
         (x.transpose(0, -1)[0] if x.dim() and x.numel() else x).neg_()
@@ -205,7 +211,7 @@ def _change(inputs: list[Tensor], number: int) -> list[Tensor]:
 
 
 def _change_copy(inputs: list[Tensor], _number: int) -> list[Tensor]:
-    x = smooth(inputs[0]) * 1
+    x = as_floating(inputs[0]) * 1
     x.mul_(0.5)
     if x.dim() and x.numel():
         x[..., 0].add_(fit(inputs[-1], x[..., 0]))
@@ -213,13 +219,14 @@ def _change_copy(inputs: list[Tensor], _number: int) -> list[Tensor]:
 
 
 def _detach(inputs: list[Tensor], _number: int) -> list[Tensor]:
-    """(Not of a leaf itself: it could be changed through what was detached.)"""
+    """Detach a tensor. If the tensor is a leaf, detach a copy instead: the detached tensor may be
+    changed in place later, which must not change the leaf."""
     return [writable(inputs[0]).detach()]
 
 
 def _no_grad(inputs: list[Tensor], _number: int) -> list[Tensor]:
     with torch.no_grad():
-        return [smooth(inputs[0]) * 2]
+        return [as_floating(inputs[0]) * 2]
 
 
 def _integers(inputs: list[Tensor], _number: int) -> list[Tensor]:
@@ -227,14 +234,14 @@ def _integers(inputs: list[Tensor], _number: int) -> list[Tensor]:
 
 
 def _pick(inputs: list[Tensor], _number: int) -> list[Tensor]:
-    """Elements by integers, made of another tensor or given."""
+    """Index the first tensor with integers that are made from the last tensor."""
     x = inputs[0].reshape(-1)
     return [x[indices(inputs[-1], len(x))] if len(x) else x * 1]
 
 
 def _lookup(inputs: list[Tensor], _number: int) -> list[Tensor]:
-    """Rows, with a sparse gradient for the table. (Not of one column: where such a gradient meets a
-    dense one, torch loses it.)"""
+    """Look up rows of a table, so that the table gets a sparse gradient. Do not do this with tables
+    of one column, because torch loses their sparse gradient when it adds a dense gradient."""
     table = inputs[0]
     if table.dim() != 2 or not table.is_floating_point() or not len(table) or len(table[0]) < 2:
         return _pick(inputs, 0)
@@ -242,20 +249,20 @@ def _lookup(inputs: list[Tensor], _number: int) -> list[Tensor]:
 
 
 def _own_function(inputs: list[Tensor], _number: int) -> list[Tensor]:
-    first = smooth(inputs[0])
+    first = as_floating(inputs[0])
     second = squash(fit(inputs[-1], first)).expand(first.shape)
-    return [KeepsSecondToItself.apply(first, second)]  # type: ignore[no-untyped-call]
+    return [NoGradientForSecond.apply(first, second)]  # type: ignore[no-untyped-call]
 
 
 def _own_function_of_many(inputs: list[Tensor], _number: int) -> list[Tensor]:
-    return list(SeveralOutputs.apply(squash(smooth(inputs[0]))))  # type: ignore[no-untyped-call]
+    return list(SeveralOutputs.apply(squash(as_floating(inputs[0]))))  # type: ignore[no-untyped-call]
 
 
 def _checkpoint(inputs: list[Tensor], _number: int) -> list[Tensor]:
     def forward(x: Tensor, y: Tensor) -> Tensor:
         return squash(x) * squash(fit(y, x)) + x * x
 
-    first = squash(smooth(inputs[0]))
+    first = squash(as_floating(inputs[0]))
     made: Tensor = checkpoint(
         forward, first, inputs[-1], use_reentrant=False, preserve_rng_state=False
     )
@@ -266,7 +273,7 @@ def _constant(_inputs: list[Tensor], _number: int) -> list[Tensor]:
     return [torch.tensor([0.3, -0.7, 1.1], dtype=torch.float64)]
 
 
-#: By name: the operation, how many variants it has, how many results.
+#: For each operation, by name: the function, the number of variants and the number of results.
 OPERATIONS: dict[str, tuple[Operation, int, int]] = {
     "add": (_add, 1, 1),
     "multiply": (_multiply, 1, 1),

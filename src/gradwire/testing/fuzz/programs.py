@@ -1,8 +1,8 @@
-"""Programs as data: what they say, and how they are written down for a reader.
+"""The data types of random programs, and how programs are printed.
 
-A body runs on one worker. Its arguments are its first variables, every step adds the variables it
-results in, and it returns some of them. Everything a step needs is in it, so a program can be sent,
-printed and cut down.
+A body is a list of steps that run on one worker. Its variables are numbered: the arguments come
+first, and every step appends its results. A body returns some of its variables. A step contains
+everything that it needs, so programs can be sent, printed and shrunk.
 """
 
 from __future__ import annotations
@@ -11,19 +11,22 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
-#: How a body is called on a worker; `how` of a step that calls.
-Way = Literal[
-    "sync",  # rpc_sync
-    "async",  # rpc_async
-    "remote",  # remote, then to_here
-    "relay",  # remote; another worker gets the reference and fetches the value
-    "shared",  # as relay, and the caller fetches it too
-    "proxy",  # a method of an object that keeps some of the arguments: rref.rpc_sync()
-    "async proxy",  # the same through rref.rpc_async()
-    "remote proxy",  # the same through rref.remote()
-    "deferred",  # an async_execution function of another worker calls, and computes when it has it
-    "sparse",  # rpc_sync, with arguments that travel as sparse tensors
-    "then",  # rpc_async with a callback that runs a body where the caller is
+#: How a step calls a body on a worker. A style with "proxy" in its name uses the object that
+#: `rref.rpc_sync()`, `rref.rpc_async()` or `rref.remote()` returns.
+CallStyle = Literal[
+    "sync",  # The caller uses rpc_sync.
+    "async",  # The caller uses rpc_async.
+    "remote",  # The caller uses rpc.remote, and fetches the results with to_here.
+    "relay",  # The caller uses rpc.remote. A third worker gets the RRef and fetches the results.
+    "shared",  # The caller uses rpc.remote. Both the caller and a third worker fetch the results.
+    # The caller first makes a remote object that holds the body and the first argument. With
+    # `rref.rpc_sync()`, it then calls a method of this object, which runs the body.
+    "proxy",
+    "async proxy",  # This style is like "proxy", but uses rref.rpc_async().
+    "remote proxy",  # This style is like "proxy", but uses rref.remote().
+    "deferred",  # A third worker makes the call, in a function marked with async_execution.
+    "sparse",  # The caller uses rpc_sync, and sends the arguments as sparse tensors.
+    "then",  # The caller uses rpc_async. A callback then runs a second body on the caller.
 ]
 
 Precision = Literal["float64", "float32", "bfloat16"]
@@ -31,24 +34,27 @@ Precision = Literal["float64", "float32", "bfloat16"]
 
 @dataclass(frozen=True)
 class Step:
-    """An action on variables, given by their positions.
+    """An action on variables, which are given by their numbers.
 
-    The actions "call", "start" and "wait" call a body, "quiet call" one under `no_grad`; "branch"
-    runs one of two where it is, "inner" differentiates one in a context of its own (1: by `grad`);
-    "parameter", "leaf" and "hook" concern the worker. All others are operations (see `operations`).
+    "call" calls a body and waits for the results. "start" starts a call, and "wait" waits for a
+    started call. "quiet call" is a "call" under no_grad. "branch" runs one of two bodies on the
+    same worker. "inner" differentiates a body in a context of its own, with `backward` (number 0)
+    or `grad` (number 1). "parameter" gets a parameter of the worker, "leaf" makes a leaf tensor,
+    and "hook" adds a hook to a tensor. All other actions are in `operations`.
     """
 
     action: str
     inputs: tuple[int, ...] = ()
-    #: How many variables it adds.
+    #: The number of variables that the step appends.
     results: int = 1
-    #: Which parameter, which variant of an operation, which started call is waited for.
+    #: For "parameter", the number of the parameter. For "wait", the key of the step that started
+    #: the call. For other actions, the number of the variant.
     number: int = 0
     bodies: tuple[Body, ...] = ()
-    how: Way = "sync"
-    #: A third worker that takes part in a call.
+    style: CallStyle = "sync"
+    #: The number of the third worker, for the call styles that need a third worker.
     helper: int = 0
-    #: Unique in the program.
+    #: A number that identifies the step in the program.
     key: int = 0
 
 
@@ -64,27 +70,28 @@ class Body:
 
 @dataclass(frozen=True)
 class Pass:
-    """A backward pass: from one loss, or from all results, each with a gradient of its own."""
+    """A backward pass that begins with one loss, or with all results and a gradient for each."""
 
     roots: Literal["loss", "results"] = "loss"
-    #: Lets passes over the same results differ.
+    #: A number that changes the loss or the gradients of the results, so that passes differ.
     variant: int = 0
-    #: The worker that calls `backward`; the results are sent there.
+    #: The worker that calls `backward`. The results are sent to it.
     worker: int = 0
 
 
-#: What is differentiated:
-#:   first     the results
-#:   penalty   a function of the gradients that `autograd.grad` gives for leaves of worker 0
-#:   create    a function of the gradients that a pass with create_graph left on every worker
+#: What a program differentiates in the end. "first" means the results of a body. The others mean a
+#: function of the gradients of these results. With "penalty", `autograd.grad` computes these
+#: gradients, for the leaves of worker 0. With "create", a backward pass with create_graph computes
+#: them, for the leaves of every worker.
 Order = Literal["first", "penalty", "create"]
 
 
 @dataclass(frozen=True)
 class Episode:
-    """What happens in one context: a body on worker 0 and passes over its results, one after the
-    other or at the same time. Between two passes `between` goes on with the results, in the second
-    order with the function of the gradients."""
+    """The use of one context. First, `body` runs on worker 0. Then backward passes over its results
+    run one after the other, or at the same time if `at_once` is set. The body `between` runs
+    between two passes. Its arguments are the results of `body`. With second-order gradients, its
+    only argument is instead a value that is computed from the first gradients."""
 
     body: Body
     passes: tuple[Pass, ...]
@@ -95,18 +102,18 @@ class Episode:
 
 @dataclass(frozen=True)
 class Program:
-    """Episodes with the same parameters, one after the other."""
+    """Episodes that run one after the other and use the same parameters."""
 
     seed: int
     workers: int
     episodes: tuple[Episode, ...]
-    #: The coarsest dtype that occurs.
+    #: The least precise dtype in the program.
     precision: Precision = "float64"
-    #: Whether gradients go to `.grad` instead of into the contexts.
+    #: Whether gradients are stored in `.grad` instead of in the contexts.
     into_grad: bool = False
 
     def steps(self) -> Iterator[Step]:
-        """All steps, however deep."""
+        """Yield all steps of the program, including the steps of nested bodies."""
         for episode in self.episodes:
             yield from _steps(episode.body)
             if episode.between is not None:
@@ -117,14 +124,14 @@ class Program:
         lines = [f"program {self.seed}: {self.workers} workers, {self.precision}{where}"]
         for episode in self.episodes:
             lines.append(f"context ({episode.order} order), on worker 0:")
-            lines += _written(episode.body, "  ")
-            for number, found in enumerate(episode.passes):
+            lines += _printed(episode.body, "  ")
+            for number, backward_pass in enumerate(episode.passes):
                 if episode.between is not None and (number or episode.order != "first"):
                     lines.append("  between the passes:")
-                    lines += _written(episode.between, "    ")
+                    lines += _printed(episode.between, "    ")
                 lines.append(
-                    f"  backward from the {found.roots}, variant {found.variant}, "
-                    f"called by worker {found.worker}"
+                    f"  backward from the {backward_pass.roots}, variant {backward_pass.variant}, "
+                    f"called by worker {backward_pass.worker}"
                     + (", at the same time" if episode.at_once and number else "")
                 )
         return "\n".join(lines)
@@ -137,17 +144,17 @@ def _steps(body: Body) -> Iterator[Step]:
             yield from _steps(inner)
 
 
-# -- writing
+# -- printing
 
 _BLANK = "constant"
 
 
 def blank(step: Step) -> Step:
-    """A step that results in as many variables, and does nothing."""
+    """Return a step that only appends constants: one for each variable that `step` appends."""
     return Step(_BLANK, (), step.results)
 
 
-def _written(body: Body, indent: str) -> list[str]:
+def _printed(body: Body, indent: str) -> list[str]:
     lines = []
     if body.arguments:
         lines.append(f"{indent}given {_names(range(body.arguments))}")
@@ -160,11 +167,11 @@ def _written(body: Body, indent: str) -> list[str]:
         if step.action == _BLANK and not used.intersection(made):
             continue
         target = f"{_names(made)} = " if made else ""
-        note = "" if step.action != "start" or step.key in waited else "  (nobody waits for it)"
+        note = "" if step.action != "start" or step.key in waited else "  (without a wait)"
         lines.append(f"{indent}{target}{_phrase(step)}{note}")
         for inner in step.bodies:
             lines.append(f"{indent}  on worker {inner.worker}:")
-            lines += _written(inner, indent + "    ")
+            lines += _printed(inner, indent + "    ")
     lines.append(f"{indent}return {_names(body.returns) or 'nothing'}")
     return lines
 
@@ -172,9 +179,9 @@ def _written(body: Body, indent: str) -> list[str]:
 def _phrase(step: Step) -> str:
     arguments = _names(step.inputs)
     if step.action in ("call", "quiet call", "start"):
-        third = f" by worker {step.helper}" if step.how in ("relay", "shared", "deferred") else ""
+        third = f" by worker {step.helper}" if step.style in ("relay", "shared", "deferred") else ""
         label = f"#{step.key} = " if step.action == "start" else ""
-        return f"{label}{step.action} {step.how}{third} with ({arguments}):"
+        return f"{label}{step.action} {step.style}{third} with ({arguments}):"
     if step.action == "wait":
         return f"wait for #{step.number}"
     return f"{step.action} {step.number}({arguments})"

@@ -1,0 +1,1 @@
+"""The private implementation of gradwire. Everything in this package may change without notice."""

@@ -1,0 +1,1 @@
+"""Distributed autograd: record the tensors that messages carry, and run backward passes."""

@@ -1,0 +1,1 @@
+"""The group: its members (`membership`), and how they find each other (`rendezvous`)."""

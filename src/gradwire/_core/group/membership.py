@@ -1,0 +1,385 @@
+"""Membership: the workers of a group, and their addresses.
+
+Each worker writes its entry to a key-value store (see `rendezvous`) and reads the entries of the
+others. The workers of one process can share a `LocalMembership` instead.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import itertools
+import json
+import os
+import platform
+import secrets
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from concurrent.futures import TimeoutError as FutureTimeoutError
+from dataclasses import dataclass, field
+from datetime import timedelta
+from functools import cache
+from pathlib import Path
+from typing import Any, Protocol, TypeVar
+
+from gradwire._core.ids import WorkerInfo
+from gradwire._core.transport.base import Address, Greeting, Transport
+from gradwire._core.transport.tcp import is_loopback
+from gradwire.errors import AuthenticationError, SetupError
+
+#: A worker that has no id yet gives this id in its greeting, the first message on a connection.
+_NO_ID = -1
+#: When a member leaves an open group, this value replaces the member's entry in the store.
+_LEFT = "left"
+#: A worker that joins an open group again gets a new id. These new ids are counted down from this
+#: number. Ranks are counted up from 0, so a new id is not the rank of another worker.
+_HIGHEST_ID = (1 << 15) - 1
+#: To check whether a member has ended, a worker tries to connect to it for at most this long.
+_PROBE_SECONDS = 2.0
+#: In an open group, a query to the store fails if the store does not answer within this time.
+_STORE_SECONDS = 5.0
+
+T = TypeVar("T")
+
+
+@cache
+def this_machine() -> str:
+    """Return a name for this machine and its network namespace. Two processes with the same name
+    can connect to each other's loopback addresses."""
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        return f"{boot} {os.stat('/proc/self/ns/net').st_ino}"
+    except OSError:
+        return platform.node()
+
+
+@dataclass(frozen=True, slots=True)
+class Member:
+    """A worker's entry in the membership, which is the list of the workers of its group."""
+
+    info: WorkerInfo
+    #: A random text that is new at each start of a worker. It distinguishes the worker from an
+    #: earlier one with the same name and id.
+    incarnation: str
+    addresses: tuple[Address, ...]
+    #: The machine of the worker. The worker's local addresses, such as Unix sockets and loopback,
+    #: are valid only on this machine.
+    machine: str = field(default_factory=this_machine)
+
+    def to_json(self) -> str:
+        info = self.info
+        return json.dumps([info.name, info.id, self.incarnation, self.addresses, self.machine])
+
+    @classmethod
+    def from_json(cls, text: str | bytes) -> Member:
+        entry = json.loads(text)
+        if isinstance(entry, dict):
+            raise SetupError(f"the group cannot be formed: {entry['refused']}")
+        name, worker_id, incarnation, addresses, machine = entry
+        places = tuple(Address(*address) for address in addresses)
+        return cls(WorkerInfo(name, worker_id), incarnation, places, machine)
+
+
+def is_gone(member: Member, transports: Sequence[Transport]) -> bool:
+    """Return True if a member has ended, so that its addresses refuse connections. Return False if
+    the member does not answer or cannot be reached, because it may still be running."""
+    them = Greeting(member.info.id, member.info.name, member.incarnation)
+    # No worker has this id. So when this connection ends, the member does not conclude that a
+    # worker is lost.
+    me = Greeting(_NO_ID, "newcomer", "")
+    refusals = 0
+    for address in member.addresses:
+        if _is_local(address) and member.machine != this_machine():
+            continue
+        for transport in transports:
+            if transport.name == address.transport:
+                try:
+                    transport.connect(address.place, me, them, _PROBE_SECONDS).close()
+                    return False
+                except (OSError, AuthenticationError) as error:
+                    if getattr(error, "errno", None) != errno.ECONNREFUSED:
+                        return False
+                    refusals += 1
+    return refusals > 0
+
+
+def _is_local(address: Address) -> bool:
+    return address.transport != "tcp" or is_loopback(address.place.split("|")[0])
+
+
+class Membership(Protocol):
+    """The list of the workers of a group."""
+
+    #: Whether the group has a fixed size. Only then can its members wait for each other.
+    fixed: bool
+
+    def choose_id(self, name: str, rank: int, is_gone: Callable[[Member], bool]) -> int:
+        """Return the id for a new worker. This is its rank, unless it has none or joins again.
+
+        An open group never gives the same id twice, because RRefs and contexts of the first worker
+        may still exist. So a worker that joins again gets a new id. `is_gone` tells whether a
+        member has ended without leaving. If it has, the new worker may use its name."""
+
+    def join(self, member: Member) -> None:
+        """Add this worker. In a group of fixed size, return when all workers have joined. Raise
+        SetupError if another worker has the same name or id."""
+
+    def leave(self, member: Member) -> None:
+        """Remove this worker. If another worker with the same name or id has joined since, keep the
+        entry of that worker."""
+
+    def by_name(self, name: str) -> Member | None:
+        """Return the member with this name, or None if there is none."""
+
+    def by_id(self, worker_id: int) -> Member | None:
+        """Return the member with this id, or None if there is none."""
+
+    def members(self) -> list[Member]:
+        """Return all members, sorted by id."""
+
+
+class LocalMembership:
+    """The membership of a group whose workers are all in one process. If no size is given, the
+    group is open, so workers may join and leave at any time."""
+
+    def __init__(self, size: int | None = None):
+        self.fixed = size is not None
+        self._members: dict[int, Member] = {}
+        #: The ids of members that have left. A worker with such a rank gets a new id.
+        self._former: set[int] = set()
+        self._more_ids = itertools.count(_HIGHEST_ID, -1)
+        self._lock = threading.Lock()
+
+    def choose_id(
+        self,
+        name: str,  # noqa: ARG002  # not needed: in one process, no member ends without leaving
+        rank: int,
+        is_gone: Callable[[Member], bool],  # noqa: ARG002
+    ) -> int:
+        return next(self._more_ids) if rank in self._former else rank
+
+    def join(self, member: Member) -> None:
+        with self._lock:
+            for other in self._members.values():
+                if other.info.name == member.info.name or other.info.id == member.info.id:
+                    raise SetupError(
+                        f"{member.info} is not unique: {other.info} is in the group already"
+                    )
+            self._members[member.info.id] = member
+
+    def leave(self, member: Member) -> None:
+        with self._lock:
+            if not self.fixed and self._members.get(member.info.id) == member:
+                del self._members[member.info.id]
+                self._former.add(member.info.id)
+
+    def by_name(self, name: str) -> Member | None:
+        return next((m for m in self.members() if m.info.name == name), None)
+
+    def by_id(self, worker_id: int) -> Member | None:
+        return self._members.get(worker_id)
+
+    def members(self) -> list[Member]:
+        return sorted(self._members.values(), key=lambda m: m.info.id)
+
+
+class StoreMembership:
+    """The membership of a group, kept in a c10d store (one of torch's key-value stores).
+
+    The keys in the store, after a prefix for the group, are:
+
+    - `kind`: whether the group is fixed or open (this key has no prefix);
+    - `token`: the secret of the group;
+    - `member/<id>` and `name/<name>`: the entry of a member. After the member has left, their
+      values are `_LEFT` and the empty string;
+    - `ids` and `more-ids`: counters that give ids to workers without a rank, and to workers that
+      join again;
+    - `joined`: a counter of the workers that have joined;
+    - `joined/<number>`: the id of each of these workers, to list the members of an open group.
+
+    The workers of a group of fixed size may use the same store again after a shutdown. The next
+    `size` workers that connect to the store then form a new group.
+    """
+
+    def __init__(self, store: Any, size: int | None, timeout: float):
+        self.fixed = size is not None
+        self._store = store
+        self._size = size
+        self._timeout = timeout
+        self._known: dict[int, Member] = {}
+        #: Workers are numbered as they join. These are the numbers of the members that have left.
+        self._left: set[int] = set()
+        self._check_kind()
+        group = 0 if size is None else (int(store.add("gradwire/arrivals", 1)) - 1) // size
+        self._prefix = f"gradwire/{group}"
+
+    def agree_on_token(self, token: str | None, rank: int) -> str:
+        """Return the token of the group. If none is given, one worker creates a random token."""
+        if token is not None:
+            return token
+        if self.fixed:
+            if rank == 0:
+                self._set("token", secrets.token_hex(32))
+        elif self._count("token-maker") == 1:
+            self._set("token", secrets.token_hex(32))
+        return self._get("token", "the worker that creates the group's token").decode()
+
+    def choose_id(self, name: str, rank: int, is_gone: Callable[[Member], bool]) -> int:
+        if self.fixed:
+            return rank
+        for holder in {self.by_name(name), self.by_id(rank)}:
+            if holder is not None and is_gone(holder):
+                # That worker ended without leaving, so its entry is removed here.
+                self.leave(holder)
+        if rank >= 0 and self._look(f"member/{rank}") != _LEFT:
+            return rank
+        taken = True
+        while taken:  # The next id is tried if any member has or had this one.
+            count = self._count("ids") if rank < 0 else self._count("more-ids")
+            worker_id = count - 1 if rank < 0 else _HIGHEST_ID + 1 - count
+            taken = bool(self._look(f"member/{worker_id}"))
+        if not 0 <= worker_id <= _HIGHEST_ID:
+            raise SetupError("this group has used up all worker ids: start a new group")
+        return worker_id
+
+    def join(self, member: Member) -> None:
+        info = member.info
+        try:
+            self._claim(f"name/{info.name}", f"worker name {info.name!r}", member)
+            self._claim(f"member/{info.id}", f"worker id {info.id}", member)
+            self._set(f"joined/{self._count('joined')}", str(info.id))
+        except BaseException:
+            # The name may have been written before the error, so it is removed again.
+            self.leave(member)
+            raise
+        if self._size is None:
+            return
+        for worker_id in range(self._size):
+            text = self._get(f"member/{worker_id}", f"the worker of rank {worker_id}")
+            self._known[worker_id] = Member.from_json(text)
+
+    def _claim(self, place: str, what: str, member: Member) -> None:
+        """Write a member's entry to the key `place`. Raise SetupError if another worker's entry is
+        there already. `what` describes the key in the error message."""
+        entry = member.to_json()
+        current = self._replace(f"{self._prefix}/{place}", "", entry)
+        if current == entry:
+            return
+        if current == _LEFT:
+            raise SetupError(f"another worker gave up {what} at this moment: try again")
+        why = f"{what} is not unique: another worker of the group has it"
+        # In a group of fixed size, the other workers wait for the entry of this worker. So the
+        # reason why it cannot join is written there.
+        if self.fixed:
+            self._set(f"member/{member.info.id}", json.dumps({"refused": why}))
+            raise SetupError(why)
+        raise SetupError(
+            f"{why}, and may still be running. If that worker is frozen, or its machine is lost, "
+            "give this one another"
+        )
+
+    def _check_kind(self) -> None:
+        kind = "fixed" if self.fixed else "open"
+        if self._replace("gradwire/kind", "", kind) not in ("", kind):
+            raise SetupError(
+                "RPC group mixes statically and dynamically initialized members which is not "
+                "supported. Give all workers a world_size, or none"
+            )
+
+    def leave(self, member: Member) -> None:
+        if not self.fixed:
+            # The process that hosts the store may have ended. Then there is no entry to remove.
+            with contextlib.suppress(Exception):
+                _with_timeout(self._remove, member)
+
+    def _remove(self, member: Member) -> None:
+        entry = member.to_json()
+        self._replace(f"{self._prefix}/name/{member.info.name}", entry, "")
+        self._replace(f"{self._prefix}/member/{member.info.id}", entry, _LEFT)
+
+    def by_name(self, name: str) -> Member | None:
+        if self.fixed:
+            return next((m for m in self._known.values() if m.info.name == name), None)
+        text = _with_timeout(self._look, f"name/{name}")
+        return Member.from_json(text) if text else None
+
+    def by_id(self, worker_id: int) -> Member | None:
+        if self.fixed:
+            return self._known.get(worker_id)
+        return _with_timeout(self._fetch, worker_id)
+
+    def members(self) -> list[Member]:
+        if not self.fixed:
+            _with_timeout(self._fetch_all)
+        return sorted(self._known.values(), key=lambda m: m.info.id)
+
+    def _fetch_all(self) -> None:
+        for number in set(range(1, self._count("joined", 0) + 1)) - self._left:
+            worker_id = self._look(f"joined/{number}")
+            if worker_id and self._fetch(int(worker_id)) is None:
+                # The member has left, and no other worker gets its id. So this number is never
+                # looked up again.
+                self._left.add(number)
+
+    def _fetch(self, worker_id: int) -> Member | None:
+        """Read the member with this id from the store. Return None if the group has no such member,
+        or if it has left."""
+        text = self._look(f"member/{worker_id}")
+        if not text or text == _LEFT:
+            self._known.pop(worker_id, None)
+            return None
+        member = Member.from_json(text)
+        self._known[worker_id] = member
+        return member
+
+    def _look(self, key: str) -> str | None:
+        """Return the value of a key, or None if the store does not have the key."""
+        key = f"{self._prefix}/{key}"
+        value: str | None = self._store.get(key).decode() if self._store.check([key]) else None
+        return value
+
+    def _count(self, key: str, by: int = 1) -> int:
+        """Add `by` to a counter in the store, and return the new value."""
+        return int(self._store.add(f"{self._prefix}/{key}", by))
+
+    def _get(self, key: str, writer: str) -> bytes:
+        """Wait until a worker has written a key, and return its value. `writer` describes that
+        worker in the error message."""
+        key = f"{self._prefix}/{key}"
+        try:
+            self._store.wait([key], timedelta(seconds=self._timeout))
+            value: bytes = self._store.get(key)
+            return value
+        except Exception as error:
+            raise SetupError(
+                f"{writer} has not joined the group within {self._timeout:g} s: {error}. Is it "
+                "running, with the same init_method and world_size?"
+            ) from error
+
+    def _set(self, key: str, value: str) -> None:
+        self._store.set(f"{self._prefix}/{key}", value)
+
+    def _replace(self, key: str, expected: str, value: str) -> str:
+        """Set a key to `value` if its present value is `expected`. If `expected` is "", set the key
+        if it is missing. Return the value that the key has afterwards."""
+        current = self._store.compare_set(key, expected, value)
+        return current if isinstance(current, str) else str(current.decode())
+
+
+def _with_timeout(query: Callable[..., T], *args: Any) -> T:
+    """Return the result of a query to the store. A separate thread runs the query, because torch
+    waits forever if the process that hosts the store is frozen."""
+    answer: Future[T] = Future()
+
+    def run() -> None:
+        try:
+            answer.set_result(query(*args))
+        except BaseException as error:
+            answer.set_exception(error)
+
+    threading.Thread(target=run, name="gradwire-store", daemon=True).start()
+    try:
+        return answer.result(_STORE_SECONDS)
+    except FutureTimeoutError as error:
+        raise TimeoutError(f"no answer within {_STORE_SECONDS:g} s") from error

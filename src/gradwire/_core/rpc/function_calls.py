@@ -1,0 +1,198 @@
+"""Calls of user functions: making calls, and serving the calls of other workers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from functools import partial
+from typing import Any
+
+import torch
+
+from gradwire._core.ids import To
+from gradwire._core.rpc.agent import Agent
+from gradwire._core.rpc.futures import Future, when_all
+from gradwire._core.rpc.server import Request
+from gradwire._core.wire.codec import call_name
+from gradwire._core.wire.encoding import Encoded
+from gradwire._core.wire.messages import Kind, Tags
+from gradwire.errors import EncodingError
+
+#: The attribute that marks functions which return a future of their result; see
+#: `gradwire.rpc.functions.async_execution`.
+ASYNC_MARK = "_wrapped_async_rpc_function"
+
+_PYTHON_CALL = Kind.PYTHON_CALL
+
+Deliver = Callable[[Any], None]
+#: A function that is called with the error of a call and the name of the function that failed.
+Fail = Callable[[BaseException, str], None]
+
+
+class Deferred:
+    """Wraps a future that a served function returns in place of its result."""
+
+    __slots__ = ("future",)
+
+    def __init__(self, future: Any):
+        self.future = future
+
+
+class FunctionCalls:
+    """Makes and serves the calls of Python functions for one worker."""
+
+    def __init__(self, agent: Agent):
+        self._agent = agent
+        agent.handle(Kind.PYTHON_CALL, self._serve, runs_user_code=True)
+
+    def rpc_sync(
+        self,
+        to: To,
+        func: Callable[..., Any],
+        args: Sequence[Any],
+        kwargs: dict[str, Any] | None,
+        timeout: float,
+    ) -> Any:
+        """Run a function on a worker and return its result."""
+        agent = self._agent
+        peer = agent.peers.find(to)
+        seconds = agent.timeout(timeout)
+        encoded = agent.codec.encode_call(func, tuple(args), kwargs or {})
+        return agent.sender.call(peer, _PYTHON_CALL, func, encoded, seconds)
+
+    def rpc_async(
+        self,
+        to: To,
+        func: Callable[..., Any],
+        args: Sequence[Any],
+        kwargs: dict[str, Any] | None,
+        timeout: float,
+    ) -> Future[Any]:
+        """Run a function on a worker, and return a future of its result."""
+        agent = self._agent
+        peer = agent.peers.find(to)
+        seconds = agent.timeout(timeout)
+        encoded = agent.codec.encode_call(func, tuple(args), kwargs or {})
+        return agent.sender.call_async(peer, _PYTHON_CALL, func, encoded, seconds)
+
+    def _serve(self, request: Request) -> None:
+        self.serve_function(request, partial(self.answer, request), request.fail)
+
+    def serve_function(self, request: Request, deliver: Deliver, fail: Fail) -> None:
+        """Run the function that a request asks for. Its result goes to `deliver`, its error to
+        `fail`; either may be called much later, from another thread."""
+        try:
+            (func, args, kwargs), unconfirmed = self._agent.decode(
+                request.payload, request.buffers, request.caller.id, request.tags, True
+            )
+        except (AttributeError, ImportError) as error:
+            unknown = EncodingError(
+                f"the call cannot be decoded on worker {self._agent.info.name!r}: {error}. The RPC "
+                "pickler does not serialize the code of functions and classes: that worker must "
+                "be able to import the same module, with the same names in it"
+            )
+            unknown.__cause__ = error
+            fail(unknown, "reading the arguments")
+            return
+        except BaseException as error:
+            fail(error, "reading the arguments")
+            return
+        # The decoded tensors use the memory of the buffers, and that memory should be freed
+        # together with the tensors. The request exists until the answer is sent, so it must not
+        # refer to the buffers.
+        request.payload, request.buffers = b"", ()
+        request.subject = func
+        if not unconfirmed:
+            self._run(request, func, args, kwargs, deliver, fail)
+        else:
+            run = partial(self._run, request, func, args, kwargs, deliver, fail)
+            when_all(unconfirmed, partial(self._run_confirmed, run, func, fail))
+
+    def _run_confirmed(
+        self,
+        run: Callable[[], None],
+        func: Callable[..., Any],
+        fail: Fail,
+        error: BaseException | None,
+    ) -> None:
+        """Run a function on a thread of the executor, now that the RRefs in its arguments are
+        confirmed. If `error` is not None, an RRef could not be confirmed. Then the function does
+        not run, and `fail` gets the error."""
+        if error is not None:
+            fail(error, call_name(func))
+        else:
+            self._agent.executor.submit(lambda: self._agent.run_in_context(run))
+
+    def _run(
+        self,
+        request: Request,
+        func: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        deliver: Deliver,
+        fail: Fail,
+    ) -> None:
+        """Run a user function inside the context managers that the interceptors (objects of the
+        layers above) return for this request."""
+        managers = None
+        try:
+            for interceptor in self._agent.interceptors:
+                manager = interceptor.serving(request)
+                if manager is not None:
+                    managers = managers or ExitStack()
+                    managers.enter_context(manager)
+            if managers is None:
+                _deliver(func, func(*args, **kwargs), deliver, fail)
+            else:
+                with managers:
+                    _deliver(func, func(*args, **kwargs), deliver, fail)
+        except BaseException as error:
+            fail(error, call_name(func))
+
+    def answer(self, request: Request, value: Any) -> None:
+        """Send the result of a user call, with the tags that the interceptors attach. If the result
+        cannot be encoded, send the error of the encoding."""
+        tags: Tags = {}
+        encoded: Encoded | None = None
+        try:
+            encoded = self._agent.codec.encode(value)
+            for interceptor in self._agent.interceptors:
+                interceptor.answering(request, encoded.differentiable, tags)
+        except BaseException as error:
+            if encoded is not None:
+                encoded.notify_attachments(None)
+            request.fail(error, "sending the result")
+            if not isinstance(error, Exception):
+                raise
+            return
+        request.answer_encoded(encoded, tags)
+        if tags and request.channel.is_idle:
+            self._agent.sender.use_idle_time(tags)
+
+
+def _deliver(func: Callable[..., Any], result: Any, deliver: Deliver, fail: Fail) -> None:
+    """Pass the result of a function to `deliver`. If the function has returned a future of its
+    result, `deliver` is called when the future is done."""
+    if type(result) is Deferred:
+        _deliver_later(func, result.future, deliver, fail)
+    elif hasattr(func, ASYNC_MARK):
+        _deliver_later(func, result, deliver, fail)
+    else:
+        deliver(result)
+
+
+def _deliver_later(func: Callable[..., Any], result: Any, deliver: Deliver, fail: Fail) -> None:
+    """Pass the value of a future to `deliver` when the future is done."""
+    if not isinstance(result, torch._C.Future):
+        raise TypeError(
+            "Functions decorated with @rpc.functions.async_execution must return a "
+            f"torch.futures.Future, but {call_name(func)} returned {type(result)}"
+        )
+
+    def deliver_value(future: Any) -> None:
+        try:
+            deliver(future.wait())
+        except BaseException as error:
+            fail(error, call_name(func))
+
+    result.add_done_callback(deliver_value)

@@ -1,0 +1,189 @@
+"""`Runtime`: creates the internal parts of one worker and connects them.
+
+A process may have several runtimes. `gradwire.Worker` is the public class for one worker and uses
+one runtime.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+from torch import Tensor
+
+from gradwire._core import current
+from gradwire._core.autograd.context import ContextContainer
+from gradwire._core.autograd.context_release import ContextReleases
+from gradwire._core.autograd.copy_on_write import ParameterVersions
+from gradwire._core.autograd.dist_engine import DistEngine
+from gradwire._core.autograd.pass_messages import PassOptions
+from gradwire._core.autograd.plan import make_roots
+from gradwire._core.autograd.recorder import Recorder
+from gradwire._core.group.membership import Membership, StoreMembership, is_gone
+from gradwire._core.group.rendezvous import meet
+from gradwire._core.ids import WorkerInfo
+from gradwire._core.rpc.agent import Agent
+from gradwire._core.rpc.function_calls import FunctionCalls
+from gradwire._core.rpc.shutdown_barrier import ShutdownBarrier
+from gradwire._core.rref.protocol import RRefs
+from gradwire._core.rref.rref import RRef
+from gradwire._core.transport import registry
+from gradwire._core.transport.base import Transport
+from gradwire._core.transport.tcp import is_loopback
+from gradwire._core.wire.codec import Codec
+from gradwire.errors import SetupError
+from gradwire.options import UNSET_TIMEOUT, Options
+
+#: If no timeout is given, a shutdown waits at most this long for the other workers.
+SHUTDOWN_SECONDS = 3600.0
+#: A shutdown waits at most this long for functions that are still running on this worker.
+_END_SECONDS = 5.0
+
+
+class Runtime:
+    """One worker with all its internal parts. Creating a `Runtime` makes the worker join its
+    group."""
+
+    #: The class of the remote references (RRefs) that this worker creates.
+    rref_type: type[RRef[Any]] = RRef
+
+    def __init__(
+        self,
+        name: str,
+        rank: int = -1,
+        world_size: int | None = None,
+        options: Any = None,
+        *,
+        membership: Membership | None = None,
+        transports: Sequence[Transport] | None = None,
+    ):
+        WorkerInfo(name, rank)  # This raises an error for a bad name before the worker joins.
+        self.options = Options.of(options)
+        token = self.options.resolved_token()
+        host = self.options.resolved_host()
+        if host is not None and token is None and not is_loopback(host):
+            raise SetupError(
+                f"listening on {host!r}, which other machines can reach, needs a token: every "
+                "process that connects can run code on this worker. Give all workers the same "
+                "secret with the option token or the variable GRADWIRE_TOKEN"
+            )
+        if host in ("0.0.0.0", "::"):
+            raise SetupError(
+                f"host {host!r} stands for all addresses of this machine, so other workers cannot "
+                "connect to it: give the address that they can reach"
+            )
+        if transports is None:
+            registry.check_names(self.options.transports)
+        if membership is None:
+            membership, rank, world_size = meet(
+                self.options.init_method, rank, world_size, self.options.init_timeout
+            )
+        if transports is None:
+            if isinstance(membership, StoreMembership):
+                token = membership.agree_on_token(token, rank)
+            if token is None:
+                raise SetupError("a worker with a given membership needs a token in its options")
+            transports = self._make_transports(token, host)
+        worker_id = membership.choose_id(name, rank, partial(is_gone, transports=transports))
+        self.info = WorkerInfo(name, worker_id)
+        self._ending = threading.Lock()
+        self.ended = False
+        self.agent = Agent(
+            self.info,
+            self.options,
+            Codec(closures=self.options.closures),
+            membership,
+            transports,
+            current.context_of(self),
+        )
+        self.calls = FunctionCalls(self.agent)
+        self.rrefs = RRefs(self.agent, self.calls, self._differentiate, self.rref_type)
+        self.contexts = ContextContainer(self.info.id)
+        self.versions = ParameterVersions()
+        self.releases = ContextReleases(self.agent, self.contexts)
+        self.engine = DistEngine(self.agent, self.contexts, self.versions, self.releases)
+        self.agent.interceptors.append(Recorder(self.contexts, self.engine, self.releases))
+        self._barrier = ShutdownBarrier(self.agent)
+        self._get_ready()
+        try:
+            self.agent.start()
+        except BaseException:
+            self.agent.close(time.monotonic() + _END_SECONDS)
+            raise
+
+    def _get_ready(self) -> None:
+        """Do nothing. A subclass may override this method to change the parts of the worker before
+        other workers can call it."""
+
+    def _wrap_transport(self, transport: Transport) -> Transport:
+        """Return `transport`, which was made from the options. A subclass may return an object that
+        wraps `transport`, and the worker then uses that object."""
+        return transport
+
+    def _make_transports(self, token: str, host: str | None) -> list[Transport]:
+        """Make the transports that the options name and this system supports, best first."""
+        settings = registry.TransportSettings(
+            token.encode(),
+            host or "127.0.0.1",
+            self.options.max_message_bytes,
+            self.options.heartbeat_limit,
+        )
+        made = registry.make_transports(self.options.transports, settings)
+        return [self._wrap_transport(transport) for transport in made]
+
+    def _differentiate(self, root: Tensor, context_id: int, retain_graph: bool) -> None:
+        """Run a backward pass from `root`, in the autograd context with this id."""
+        options = PassOptions(retain_graph, seconds=self.agent.timeout(UNSET_TIMEOUT))
+        self.engine.run(self.contexts.get(context_id), make_roots([root]), options)
+
+    # -- the group
+
+    def worker_info(self, name: str | None = None) -> WorkerInfo:
+        """Return the name and id of the worker called `name`, or of this worker if `name` is
+        None."""
+        return self.info if name is None else self.agent.peers.find(name).info
+
+    def worker_infos(self) -> list[WorkerInfo]:
+        """Return the workers of the group."""
+        return [peer.info for peer in self.agent.peers.all()]
+
+    # -- the end
+
+    def wait_for_group(self, timeout: float = 0) -> bool:
+        """Wait until all calls in the group are answered, and return True. Return False if that
+        takes more than `timeout` seconds. All workers must call this right before `shutdown`. In an
+        open group this returns True at once."""
+        if not self.agent.membership.fixed:
+            return True
+        return self._barrier.wait(time.monotonic() + (timeout or SHUTDOWN_SECONDS))
+
+    def shutdown(self, graceful: bool = True, timeout: float = 0) -> None:
+        """End this worker; see `Worker.shutdown`."""
+        if self.agent.abandoned:
+            return
+        with self._ending:
+            if self.ended:
+                return
+            timeout = timeout or SHUTDOWN_SECONDS
+            waited = True
+            try:
+                if graceful:
+                    waited = self.wait_for_group(timeout)
+            finally:
+                self.ended = True
+                self.rrefs.close()
+                self.agent.close(time.monotonic() + _END_SECONDS)
+                if current.process_default() is self:
+                    current.set_process_default(None)
+        if not waited:
+            raise SetupError(
+                f"worker {self.info.name!r} has shut down, but the others were not done after "
+                f"{timeout:g} s; calls that were still open have failed"
+            )
+
+
+#: This is the function `current.runtime`, annotated with the type that it returns.
+current_runtime: Callable[[], Runtime] = current.runtime

@@ -1,0 +1,133 @@
+"""The interface of a transport: what the layers above may rely on.
+
+A *frame* is a head (bytes) and buffers (tensors), see `wire.frames`. A *connection* moves frames to
+and from one peer; in each direction they arrive in the order in which they were sent. A *listener*
+accepts connections that peers open.
+
+Two kinds of threads read connections: callers that wait for the answer to their call, and the
+worker's leader, the thread that waits in the poller for the messages of all connections. `receive`
+returns the frames that have arrived and does not block. `wait` blocks until there may be more
+frames; callers use it. `arm` asks the poller to call back once when there is something to receive;
+the leader uses it. Only one thread at a time, the *reader*, reads a connection: the thread for
+which `begin_reading` returned True, until it calls `end_reading`. Any thread may send.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple, Protocol
+
+from gradwire._core.transport.poller import Poller
+from gradwire._core.wire.frames import Frame
+
+
+class Address(NamedTuple):
+    """Where a listener can be reached: the name of a transport, and a place in the format of that
+    transport, for example host and port."""
+
+    transport: str
+    place: str
+
+
+class Greeting(NamedTuple):
+    """The identity of a worker, as proven in the handshake."""
+
+    worker_id: int
+    name: str
+    #: A random text, new each time a worker starts. It distinguishes a worker from an earlier one
+    #: with the same name.
+    incarnation: str
+
+
+class Connection(Protocol):
+    """One end of a connection. All methods raise `ConnectionClosed` once the connection has
+    ended."""
+
+    peer: Greeting
+
+    def send(self, frame: Frame, blocked: Callable[[], object] | None = None) -> None:
+        """Send a whole frame, after all frames sent earlier. When this method returns, the caller
+        may change the frame's tensors. If the peer is slow to take the frame, call `blocked`
+        once."""
+
+    def hold(self, frame: Frame) -> int:
+        """Keep a small frame back until a later frame is sent or `flush` is called. Return how many
+        frames are kept back now, or 0 if this frame must be sent with `send` instead."""
+
+    def flush(self, blocked: Callable[[], object] | None = None) -> None:
+        """Send the frames that `hold` kept back."""
+
+    def try_send(self, frame: Frame) -> bool:
+        """Send a small frame, or drop it if sending would block. Return False if the frame was
+        dropped because another thread is sending."""
+
+    def begin_reading(self) -> bool:
+        """Make this thread the reader. Return False if another thread is reading."""
+
+    def end_reading(self) -> None:
+        """End this thread's role as the reader, so that another thread can take it."""
+
+    def stop_reading(self) -> bool:
+        """End this thread's role as the reader after an interrupt, when the thread may not know
+        whether it is the reader. Return True if the thread was the reader, or may have been. In
+        that case frames that the thread has received may be lost."""
+
+    def receive(self) -> list[Frame]:
+        """Return the frames that have arrived; there may be none. Do not wait, except for a few
+        milliseconds while the rest of a large frame is arriving. Only the reader calls this."""
+
+    def wait(self, timeout: float | None) -> bool:
+        """Block until there may be something to receive or the connection has ended. Return False
+        after `timeout` seconds; None waits for ever. Only the reader calls this."""
+
+    def attach(self, poller: Poller, callback: Callable[[], None]) -> None:
+        """Set the poller that `arm` uses and the callback that the poller calls. From now on the
+        poller also calls back when the peer closes the connection."""
+
+    def arm(self) -> None:
+        """Have the poller call back once, as soon as there is something to receive."""
+
+    def disarm(self) -> None:
+        """Have the poller call back only when the peer closes the connection."""
+
+    def trim(self) -> None:
+        """Free the memory that was not used since the last call of `trim`."""
+
+    def close(self) -> None:
+        """End the connection at both ends. Any thread may call this, and more than once."""
+
+    def abandon(self) -> None:
+        """Close the file descriptors that a forked child process has inherited. The connection of
+        the parent process stays open."""
+
+
+class Listener(Protocol):
+    """Accepts connections until it is closed."""
+
+    address: Address
+
+    def trim(self) -> None:
+        """Reject the clients that take too long to complete the handshake."""
+
+    def close(self) -> None: ...
+
+    def abandon(self) -> None:
+        """Close the file descriptors that a forked child process has inherited. The parent process
+        goes on listening."""
+
+
+class Transport(Protocol):
+    """Makes listeners, and connections to listeners of the same kind."""
+
+    @property
+    def name(self) -> str: ...
+
+    def listen(
+        self, me: Greeting, poller: Poller, accepted: Callable[[Connection], None]
+    ) -> Listener:
+        """Start to accept connections. The poller calls `accepted` with each connection whose
+        client has proven that it belongs to the group."""
+
+    def connect(self, place: str, me: Greeting, them: Greeting, timeout: float) -> Connection:
+        """Open a connection to the worker `them`. Raise OSError if nothing answers at `place`, and
+        AuthenticationError if anything else than that worker answers."""

@@ -1,0 +1,200 @@
+"""`Codec`: turns values into payloads and buffers, and back.
+
+A payload is a value encoded by Python's `marshal` (see `marshalling`) or, if `marshal` cannot
+encode the value, a pickle (see `pickling`). In both, a small dense tensor is encoded as its
+description and the bytes of its elements. The elements of a large tensor or NumPy array travel
+beside the payload, as a buffer of their own.
+
+Higher layers can register types of their own. They also learn which tensors of a value require
+gradients, in an order that is the same for the sender and the receiver.
+"""
+
+from __future__ import annotations
+
+import marshal
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gradwire._core.wire import tensors as wire_tensors
+from gradwire._core.wire.encoding import Decoding, Encoded, OnReceive, receive_dense
+from gradwire._core.wire.marshalling import PAIR, Split, join, split_call, split_value
+from gradwire._core.wire.messages import MARSHAL_VERSION
+from gradwire._core.wire.pickling import PICKLE_MARK, ValuePickler, unpickle
+from gradwire._core.wire.tensors import describe_dense
+from gradwire.errors import EncodingError
+
+_REQUIRES_GRAD = wire_tensors.REQUIRES_GRAD
+_is_inference_mode_enabled = torch.is_inference_mode_enabled
+
+
+class Codec:
+    """Encodes the values that one worker sends, and decodes the values that it receives."""
+
+    def __init__(self, *, closures: bool = False):
+        self._pickler = ValuePickler(closures=closures)
+        self._closures = closures
+        self._registered_types: dict[type, tuple[str, Callable[[Any], Any]]] = {}
+        self._rebuilders: dict[str, Callable[[Any], Any]] = {}
+        #: Tensor and the registered types. `marshal` cannot encode instances of these types. They
+        #: are taken out of a value that is marshalled, and are encoded separately.
+        self._detached_types: set[type] = {Tensor}
+
+    def register_type(
+        self,
+        cls: type,
+        name: str,
+        reduce: Callable[[Any], Any],
+        rebuild: Callable[[Any], Any],
+    ) -> None:
+        """Register how to send instances of exactly `cls`. `reduce` turns an instance into numbers,
+        strings, bytes and tuples of these. The receiver must have registered a type under the
+        same name. It passes the result of `reduce` to the function `rebuild` of that type.
+
+        `reduce` may call `add_attachment` and `rebuild` may call `current_decoding`.
+        """
+        self._pickler.register_type(cls, name, reduce)
+        self._registered_types[cls] = name, reduce
+        self._detached_types.add(cls)
+        self._rebuilders[name] = rebuild
+
+    def on_untracked_tensor(self, callback: Callable[[Tensor], None]) -> None:
+        """Set the function to call with each encoded tensor that requires gradients, but whose
+        gradients gradwire cannot send back. An example is a tensor of a subclass. The callback may
+        raise an error, so that the value is not sent."""
+        self._pickler.on_untracked_tensor = callback
+
+    # -- encoding
+
+    def encode(self, value: Any) -> Encoded:
+        """Encode any value."""
+        return self._encode(value, split_value(value, self._detached_types))
+
+    def encode_with_tensors(self, value: Any, tensors: Sequence[Tensor]) -> Encoded:
+        """Encode the pair `(value, tensors)`. The value must consist of numbers, strings and bytes,
+        and of tuples, lists, sets and dictionaries of these."""
+        return self._encode(None, (PAIR, value, tensors))
+
+    def encode_call(
+        self,
+        func: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> Encoded:
+        """Encode a call. If that fails, the error names the argument that cannot be sent."""
+        try:
+            # With the option `closures`, every call is pickled, because only the pickler knows
+            # whether to send a function by name or by value.
+            split = None if self._closures else split_call(func, args, kwargs, self._detached_types)
+            return self._encode((func, args, kwargs), split)
+        except Exception as error:
+            for description, value in _parts_of_call(func, args, kwargs):
+                try:
+                    self.encode(value).notify_attachments(None)
+                except Exception as cause:
+                    raise EncodingError(
+                        f"{description} cannot be sent: {cause}{_advice(value)}"
+                    ) from cause
+            raise EncodingError(f"the call to {call_name(func)} cannot be sent: {error}") from error
+
+    def _encode(self, value: Any, split: Split | None) -> Encoded:
+        """Encode a value. If `split` is None, pickle the value. Otherwise encode its parts, which
+        are given by `split`, with `marshal`."""
+        encoded = Encoded()
+        try:
+            if split is None:
+                encoded.payload, *encoded.rest = self._pickler.pickle(value, encoded)
+            else:
+                form, rest, detached = split
+                descriptions: list[Any] = []
+                for obj in detached:
+                    described = (
+                        describe_dense(obj, encoded.buffers) if type(obj) is Tensor else None
+                    )
+                    if described is None:
+                        descriptions.append(self._describe_other(obj, encoded))
+                        continue
+                    descriptions.append(described)
+                    if described[3] & _REQUIRES_GRAD:
+                        encoded.differentiable.append(obj)
+                encoded.payload = marshal.dumps((form, rest, descriptions), MARSHAL_VERSION)
+        except BaseException:
+            encoded.notify_attachments(None)
+            raise
+        return encoded
+
+    def _describe_other(self, obj: Any, encoded: Encoded) -> list[Any] | bytes:
+        """Describe an object that `marshal` cannot encode and that is not a dense tensor. A list
+        describes an instance of a registered type. Bytes are a pickle of any other object. (A
+        dense tensor is described by a tuple, so the receiver can tell these three apart.)"""
+        if type(obj) in self._registered_types:
+            name, reduce = self._registered_types[type(obj)]
+            return [name, encoded.as_current(reduce, obj)]
+        return b"".join(self._pickler.pickle(obj, encoded))
+
+    # -- decoding
+
+    def decode(
+        self,
+        payload: bytes | memoryview,
+        buffers: Sequence[Tensor] = (),
+        on_receive: OnReceive | None = None,
+        is_call: bool = False,
+    ) -> tuple[Any, Sequence[Any]]:
+        """Return a value, and the futures that must be done before the value may be used."""
+        if _is_inference_mode_enabled():
+            # The user has put this thread into torch's inference mode. Leave the mode, because
+            # the message may be for another thread, which cannot use inference tensors as usual.
+            with torch.inference_mode(False):
+                return self.decode(payload, buffers, on_receive, is_call)
+        remaining = iter(buffers)
+        if payload[0] == PICKLE_MARK:
+            decoding = Decoding(self._rebuilders, remaining, on_receive, is_call)
+            return unpickle(payload, decoding), decoding.unconfirmed
+        form, rest, descriptions = marshal.loads(payload)
+        detached = []
+        state: Decoding | None = None
+        for description in descriptions:
+            if type(description) is tuple:
+                detached.append(receive_dense(remaining, on_receive, *description))
+                continue
+            state = state or Decoding(self._rebuilders, remaining, on_receive, is_call)
+            if type(description) is list:
+                name, reduced = description
+                detached.append(state.as_current(self._rebuilders[name], reduced))
+            else:
+                detached.append(unpickle(description, state))
+        return join(form, rest, detached), state.unconfirmed if state else ()
+
+
+def call_name(func: Any) -> str:
+    """Return the name of a callable for errors, logs and traces."""
+    name = getattr(func, "__qualname__", None) or getattr(func, "__name__", None)
+    return str(name) if name else repr(func)
+
+
+def _parts_of_call(
+    func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Iterator[tuple[str, Any]]:
+    """Yield pairs for the function of a call and for each argument. The first item of a pair is a
+    description for an error text, the second is the function or argument."""
+    called = call_name(func)
+    yield f"the function {called}", func
+    for position, value in enumerate(args):
+        yield f"argument {position} of {called} (a {type(value).__name__})", value
+    for key, value in kwargs.items():
+        yield f"argument {key!r} of {called} (a {type(value).__name__})", value
+
+
+def _advice(value: Any) -> str:
+    """Return advice for an error text if the value is a local function."""
+    name = str(getattr(value, "__qualname__", ""))
+    if "<lambda>" in name or "<locals>" in name:
+        return (
+            ". Lambdas and functions defined inside functions are sent by value only with the "
+            'option closures=True (pip install "gradwire[closures]"); or define it at the top '
+            "level of a module"
+        )
+    return ""

@@ -1,0 +1,154 @@
+"""Replace torch's RPC modules with those of this package, and put torch's back.
+
+A program finds a module in `sys.modules` or as an attribute of the parent module, so `install`
+replaces the module in both places. If a program has already imported a name from one of torch's
+modules, that name still refers to torch's object. So a program must install gradwire before it
+imports from torch's RPC modules.
+"""
+
+from __future__ import annotations
+
+import importlib
+import pkgutil
+import sys
+from collections.abc import Callable
+from types import ModuleType
+from typing import Any
+
+_HERE = "gradwire.compat"
+_FOR_TESTS = "torch.distributed.rpc._testing"
+#: Maps each of torch's modules to the module that replaces it.
+_MODULES = {
+    "torch.distributed.rpc": f"{_HERE}.rpc",
+    "torch.distributed.rpc.api": f"{_HERE}.rpc.api",
+    "torch.distributed.rpc.backend_registry": f"{_HERE}.rpc.backend_registry",
+    "torch.distributed.rpc.constants": f"{_HERE}.rpc.constants",
+    "torch.distributed.rpc.functions": f"{_HERE}.rpc.functions",
+    "torch.distributed.rpc.internal": f"{_HERE}.rpc.internal",
+    "torch.distributed.rpc.options": f"{_HERE}.rpc.options",
+    _FOR_TESTS: f"{_HERE}.rpc._testing",
+    "torch.distributed.autograd": f"{_HERE}.autograd",
+}
+#: Maps a module of torch and a name in it to the module of gradwire that has the replacement under
+#: the same name.
+_NAMES = {
+    ("torch.distributed.optim", "DistributedOptimizer"): f"{_HERE}.optim",
+    ("torch.distributed.optim.optimizer", "DistributedOptimizer"): f"{_HERE}.optim",
+    ("torch.distributed.nn", "RemoteModule"): f"{_HERE}.nn",
+    ("torch.distributed.nn.api.remote_module", "RemoteModule"): f"{_HERE}.nn",
+    ("torch.distributed.nn.api.remote_module", "_RemoteModule"): f"{_HERE}.nn",
+    ("torch.nn.parallel.distributed", "RRef"): f"{_HERE}.rpc",
+}
+
+#: The modules that `uninstall` puts back, by name. None means that torch's module was not imported.
+_modules_before: dict[str, ModuleType | None] = {}
+#: Maps (module or class, name of an attribute) to the value that `uninstall` puts back.
+_attributes_before: dict[tuple[Any, str], Any] = {}
+_MISSING = object()
+
+
+def install() -> None:
+    """Replace `torch.distributed.rpc`, `torch.distributed.autograd` and torch's
+    `DistributedOptimizer` and `RemoteModule` with gradwire's, in this process and in processes that
+    `multiprocessing` starts from it. A second call does nothing.
+
+        >>> install()                                      # doctest: +SKIP
+        >>> from torch.distributed import rpc              # doctest: +SKIP
+    """
+    if is_installed():
+        return
+    # Import torch's modules before any of them is replaced. They import each other, and must not
+    # get gradwire's modules. The module for torch's tests is left out, because torch rejects its
+    # own default backend once that module is imported.
+    for name in {*_MODULES, *(module for module, _ in _NAMES)} - {_FOR_TESTS}:
+        importlib.import_module(name)
+    if sys.modules["torch.distributed.rpc"]._is_current_rpc_agent_set():
+        raise RuntimeError(
+            "torch's own RPC is running in this process already: call gradwire.compat.install() "
+            "before init_rpc, best in the first line of the program"
+        )
+    for theirs, ours in _MODULES.items():
+        module = importlib.import_module(ours)
+        _modules_before[theirs] = sys.modules.get(theirs)
+        sys.modules[theirs] = module
+        parent, _, name = theirs.rpartition(".")
+        if parent not in _MODULES:
+            _replace(sys.modules[parent], name, module)
+    for (theirs, name), ours in _NAMES.items():
+        _replace(sys.modules[theirs], name, getattr(importlib.import_module(ours), name))
+    for (theirs, name), wrap in _WRAPPED.items():
+        owner = pkgutil.resolve_name(theirs)
+        _replace(owner, name, wrap(getattr(owner, name)))
+
+
+def uninstall() -> None:
+    """Put torch's own modules and names back. Call this function only while no worker is running.
+
+    >>> uninstall()                                        # doctest: +SKIP
+    """
+    for name, module in _modules_before.items():
+        if module is None:
+            sys.modules.pop(name, None)
+        else:
+            sys.modules[name] = module
+    for (owner, name), value in _attributes_before.items():
+        if value is _MISSING:
+            delattr(owner, name)
+        else:
+            setattr(owner, name, value)
+    _modules_before.clear()
+    _attributes_before.clear()
+
+
+def is_installed() -> bool:
+    return bool(_modules_before)
+
+
+def _replace(owner: Any, name: str, value: Any) -> None:
+    _attributes_before[owner, name] = getattr(owner, name, _MISSING)
+    setattr(owner, name, value)
+
+
+# -- processes started by multiprocessing
+
+
+class _InstallOnUnpickling:
+    """An object that installs gradwire in the process that unpickles the object."""
+
+    def __reduce__(self) -> Any:
+        return install, ()
+
+
+def _wrap_get_preparation_data(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a replacement for the function `get_preparation_data` of multiprocessing, which makes
+    the data that a spawned process needs to start. The replacement adds an object to these data,
+    and gradwire is installed when that object is unpickled. The spawned process unpickles the data
+    before it imports the program's main module, and so before the program imports torch's RPC."""
+
+    def get_preparation_data(name: str) -> dict[str, Any]:
+        return {"gradwire": _InstallOnUnpickling(), **original(name)}
+
+    return get_preparation_data
+
+
+def _wrapper_in(module: str, function: str) -> Callable[..., Any]:
+    """Return a function that takes a function of torch and returns a wrapper of it. The wrapper is
+    made by `function` in `module`, a module of this package. This module is imported only when the
+    wrapper is made."""
+
+    def wrap(original: Callable[..., Any]) -> Any:
+        return getattr(importlib.import_module(f"{_HERE}.{module}"), function)(original)
+
+    return wrap
+
+
+#: Maps a function, given by its module (or module:class) and its name, to the function that returns
+#: the wrapper installed in its place.
+_WRAPPED = {
+    ("multiprocessing.spawn", "get_preparation_data"): _wrap_get_preparation_data,
+    ("torch.futures", "wait_all"): _wrapper_in("futures", "wrap_wait_all"),
+    ("torch.futures", "collect_all"): _wrapper_in("futures", "wrap_collect_all"),
+    ("torch.jit", "script"): _wrapper_in("scripting", "wrap_script"),
+    ("torch.nn.parallel:DistributedDataParallel", "forward"): _wrapper_in("ddp", "forward_like"),
+    ("torch.nn.parallel.distributed:_DDPSink", "backward"): _wrapper_in("ddp", "sink_like"),
+}

@@ -1,1 +1,0 @@
-"""Gradients across workers: recording what crosses, and running backward through it."""

@@ -1,0 +1,138 @@
+"""The options of a worker."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
+from datetime import timedelta
+from threading import TIMEOUT_MAX
+from typing import Any
+
+from gradwire.errors import SetupError
+
+DEFAULT_TIMEOUT = 60.0
+#: The default of `timeout` parameters. It means: use the option `rpc_timeout`.
+UNSET_TIMEOUT = -1.0
+#: The environment variable that gives the group's token if the options do not.
+TOKEN_VARIABLE = "GRADWIRE_TOKEN"
+#: The environment variable that gives the address to listen on if the options do not.
+HOST_VARIABLE = "GRADWIRE_HOST"
+
+DEFAULT_TRANSPORTS = ("unix", "tcp")
+
+
+def seconds(timeout: float | timedelta) -> float:
+    """Return a timeout in seconds, where 0 means no timeout.
+
+    >>> seconds(timedelta(minutes=2))
+    120.0
+    """
+    value = timeout.total_seconds() if isinstance(timeout, timedelta) else float(timeout)
+    if not value >= 0:  # This condition refuses NaN, but `value < 0` would not.
+        raise SetupError(f"a timeout must be a number and not negative; it is {value}")
+    # Python cannot wait longer than TIMEOUT_MAX, so a longer timeout becomes none.
+    return value if value <= TIMEOUT_MAX else 0.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """The options of a worker.
+
+    The first seven fields are the options of torch's ``TensorPipeRpcBackendOptions``. The first
+    three of them mean the same as in torch. The other four are accepted but not used.
+
+        >>> Options(rpc_timeout=5).rpc_timeout
+        5.0
+    """
+
+    #: How many user functions may run at a time on this worker. A function that waits for another
+    #: worker does not count.
+    num_worker_threads: int = 16
+    #: A call without a timeout of its own fails after this many seconds; 0 means no timeout.
+    rpc_timeout: float | timedelta = DEFAULT_TIMEOUT
+    #: The rendezvous of the group: "env://", "tcp://host:port" or "file:///path".
+    init_method: str = "env://"
+    #: This option is accepted but not used, because tensors on accelerators cannot be sent yet.
+    device_maps: Mapping[str, Mapping[Any, Any]] | None = None
+    devices: Sequence[Any] | None = None
+    _transports: Sequence[str] | None = None
+    _channels: Sequence[str] | None = None
+
+    #: The secret of the group. None means the value of $GRADWIRE_TOKEN. If that is not set, the
+    #: workers share a random token through the rendezvous; then they must be on one machine.
+    token: str | None = None
+    #: The address to listen on, to which other workers connect. None means the value of
+    #: $GRADWIRE_HOST or, if that is not set, the loopback address.
+    host: str | None = None
+    #: The names of the transports, best first. A worker uses the first one that reaches the other
+    #: worker.
+    transports: Sequence[str] = DEFAULT_TRANSPORTS
+    #: Whether lambdas and local functions can be sent. They are then sent by value, with
+    #: cloudpickle.
+    closures: bool = False
+    #: Seconds to wait for the other workers when joining the group.
+    init_timeout: float = 120.0
+    #: If a worker owes an answer and has sent nothing for this many seconds, it is sent a
+    #: heartbeat, a message that it must answer.
+    heartbeat_interval: float = 5.0
+    #: If a worker owes an answer and has sent nothing for this many seconds, it counts as lost, and
+    #: the calls to it fail. This may happen up to one `heartbeat_interval` later.
+    heartbeat_limit: float = 30.0
+    #: A worker refuses to receive messages that are larger than this.
+    max_message_bytes: int = 1 << 40
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "rpc_timeout", seconds(self.rpc_timeout))
+        if self.num_worker_threads < 1:
+            raise SetupError(
+                f"num_worker_threads must be at least 1; it is {self.num_worker_threads}"
+            )
+        if not 0 < self.heartbeat_interval <= self.heartbeat_limit:
+            raise SetupError(
+                "heartbeat_interval must be positive and no longer than heartbeat_limit; they are "
+                f"{self.heartbeat_interval} and {self.heartbeat_limit}"
+            )
+        if not self.init_timeout >= 0:
+            raise SetupError(
+                f"init_timeout must be a number and not negative; it is {self.init_timeout}"
+            )
+        # `Runtime` checks later whether transports with these names exist.
+        if isinstance(self.transports, str) or not self.transports:
+            raise SetupError(
+                f"transports must be a list of names such as {list(DEFAULT_TRANSPORTS)}; it is "
+                f"{self.transports!r}"
+            )
+
+    @classmethod
+    def of(cls, options: Any) -> Options:
+        """Return `options` as an Options object. torch's own options are converted; None gives the
+        defaults.
+
+        >>> Options.of(None).num_worker_threads
+        16
+        """
+        if options is None:
+            return cls()
+        if isinstance(options, cls):
+            return options
+        known = {f.name for f in fields(cls)}
+        try:
+            return cls(**{name: getattr(options, name) for name in known if hasattr(options, name)})
+        except TypeError as error:
+            raise SetupError(
+                f"options must be gradwire.Options or torch's own, not {options!r}"
+            ) from error
+
+    @property
+    def rpc_seconds(self) -> float:
+        """`rpc_timeout` as a number of seconds."""
+        return self.rpc_timeout  # type: ignore[return-value]  # see __post_init__
+
+    def resolved_token(self) -> str | None:
+        """Return the group's token, from the options or the environment."""
+        return self.token or os.environ.get(TOKEN_VARIABLE) or None
+
+    def resolved_host(self) -> str | None:
+        """Return the address to listen on, from the options or the environment."""
+        return self.host or os.environ.get(HOST_VARIABLE) or None

@@ -1,1 +1,0 @@
-"""From values to bytes and back. Pure: no sockets, threads or clocks."""
