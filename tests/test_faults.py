@@ -118,6 +118,30 @@ def test_all_calls_of_a_cut_connection_fail_at_once() -> None:
             STARTED.set()
 
 
+def test_a_call_after_a_failed_call_gets_a_new_connection(memory_pair: list[Worker]) -> None:
+    """Also while another thread still closes the old connection."""
+    a, _ = memory_pair
+    assert a.rpc_sync("worker1", max, (1, 2)) == 2
+    channel = runtime_of(a).agent.peers.find("worker1").channel
+    assert channel is not None
+    closing, close, go_on = threading.Event(), channel.connection.close, threading.Event()
+
+    def close_late() -> None:
+        closing.set()
+        go_on.wait(30)
+        close()
+
+    channel.connection.close = close_late  # type: ignore[method-assign]
+    ending = threading.Thread(target=channel.end, args=("the test ended it",))
+    ending.start()
+    try:
+        assert closing.wait(30)
+        assert a.rpc_sync("worker1", max, (3, 4)) == 4
+    finally:
+        go_on.set()
+        ending.join()
+
+
 STARTED = threading.Event()
 
 

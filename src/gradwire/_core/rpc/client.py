@@ -204,7 +204,11 @@ class ClientChannel:
         if attachments:
             encoded.notify_attachments(self.peer)
         if self.end_reason is not None:
-            # If `end` ran before this call was added to `_open`, it has not failed the call.
+            # Another thread has called `end`, perhaps before this call was added to `_open`. That
+            # thread may have missed this call, so `_fail_all` fails the call here. But first, this
+            # thread also calls `end`, which waits until the other thread has taken the channel out
+            # of its slot. Otherwise the caller could try again and get the same ended channel.
+            self.end(self.end_reason)
             self._fail_all(self.end_reason)
         if call.future is not None and self._state is not _ARMED and not self._caller_reads:
             # This does what `_expect_answer` does, and saves a function call.
@@ -223,7 +227,8 @@ class ClientChannel:
 
     def flush(self) -> None:
         """Send the calls that are held back."""
-        # Reset before sending, so that a call that is held back from now on asks for a new flush.
+        # The flag is reset before the calls are sent, so that a call that is held back from now on
+        # asks for a new flush.
         self._flush_due = False
         try:
             self.connection.flush(self._begin_blocked_send)
@@ -346,7 +351,7 @@ class ClientChannel:
             try:
                 future = self._to_call_back.popleft()
             except IndexError:
-                return  # Another thread has taken the last one.
+                return  # Another thread has taken the last future.
             future.run_callbacks()
 
     def _wait_at_latch(self, call: OpenCall) -> None:
@@ -363,7 +368,8 @@ class ClientChannel:
         taken = call.id not in self._open
         left = FOREVER if taken else call.deadline - time.monotonic()
         if call.latch.acquire(timeout=-1 if left == FOREVER else max(0.0, left)):
-            call.open_latch()  # Other threads may wait for the same call. This lets them go on.
+            # Other threads may wait at the same latch. Releasing the latch again lets them go on.
+            call.open_latch()
         else:
             self._expire(call)
 
@@ -524,11 +530,11 @@ class ClientChannel:
             self.end_reason = reason
             self.farewell |= shut_down
             self._shut_down = shut_down
+            if self._slot.channel is self:
+                self._slot.channel = None
             self._move(_CONNECTION_ENDED)
         try:
             self.connection.close()
-            if self._slot.channel is self:
-                self._slot.channel = None
             self._port.channel_ended(self)
         finally:
             self._fail_all(reason)
@@ -556,7 +562,7 @@ class ClientChannel:
         try:
             call = self._answered.popleft()
         except IndexError:
-            return  # Another thread has taken the last one.
+            return  # Another thread has taken the last call.
         future = call.future
         self._finish(call)
         if future is not None:
@@ -569,7 +575,7 @@ class ClientChannel:
             try:
                 _, attachments = self._late.popitem()
             except KeyError:
-                break  # Another thread has taken the last one.
+                break  # Another thread has taken the last attachments.
             self._tell_lost(attachments)
 
     def _loss(self, call: OpenCall, reason: str) -> CallError:
