@@ -58,7 +58,7 @@ class context:
             current_id.reset(self._token)
         except ValueError:
             # The block belongs to a generator or task that was never finished. Python ends such a
-            # block in another `contextvars` context, where the variable cannot be reset.
+            # block in another `contextvars` context, where `current_id` cannot be reset.
             pass
         finally:
             self._runtime.releases.release(self._id)

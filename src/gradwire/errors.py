@@ -35,7 +35,8 @@ class GradwireError(RuntimeError):
 
 
 class SetupError(GradwireError):
-    """A worker cannot start or cannot join its group, or it ended before the others were done."""
+    """A worker cannot start or cannot join its group. Or it waited at shutdown for the other
+    workers, but they were not done before the timeout."""
 
 
 class AuthenticationError(SetupError):
@@ -59,7 +60,7 @@ class UnknownWorkerError(GradwireError):
 
 
 class CallError(GradwireError):
-    """A call failed, with neither a result nor an exception from the function that was called.
+    """A call failed: the caller gets neither the function's result nor the exception it raised.
 
     `worker` is the name of the worker that was called, and `call` is the name of the function.
     `may_have_run` tells whether the function may have run on that worker.

@@ -1,8 +1,9 @@
 """Start the workers of a group on this machine, and end them together.
 
 Each worker is a process that gets its rank and the address of the others from torchrun's
-environment variables. Each worker has a process group of its own, so that the processes that it
-starts can be killed when it ends. When a worker fails, all others are ended.
+environment variables. Except on Windows, each worker has a process group of its own (one of the
+operating system, not of `torch.distributed`). When a worker ends, its process group is killed, so
+that the processes that the worker has started end too. When a worker fails, all others are ended.
 
 For each worker, two threads copy its output line by line, and one thread waits for its end. These
 threads report the end of each worker to the main thread through a queue. Signals go through the
@@ -97,9 +98,9 @@ def environment(rank: int, size: int, port: int, token: str) -> dict[str, str]:
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(port),
         TOKEN_VARIABLE: token,
-        # Torchrun sets this variable to "True" for the programs it starts, because it hosts their
-        # store. If this program is one of them, its workers still need "False", because rank 0
-        # hosts their store.
+        # Torchrun sets TORCHELASTIC_USE_AGENT_STORE to "True" for its workers, because torchrun
+        # itself hosts their store. The workers of this program need "False", because their rank 0
+        # hosts the store. They need it even if torchrun has started this program.
         "TORCHELASTIC_USE_AGENT_STORE": "False",
     }
 
@@ -128,7 +129,8 @@ def free_port() -> Iterator[int]:
         holder.bind(("127.0.0.1", 0))
         port = holder.getsockname()[1]
         if sys.platform == "win32":
-            # On Windows, rank 0 could not listen on the port while this socket is bound to it.
+            # On Windows, rank 0 could not listen on the port while this socket is bound to it. So
+            # the socket is closed early, although another process could then get the port.
             holder.close()
         yield port
 
@@ -164,8 +166,8 @@ class _Worker:
         )
 
     def watch(self, events: SimpleQueue[_Worker | int]) -> None:
-        """Start the threads that copy the worker's output and wait for its end. When the worker has
-        ended, one of them puts it into the queue `events`."""
+        """Start the threads that copy the worker's output, and the thread that waits until the
+        worker has ended. That thread then puts the worker (`self`) into the queue `events`."""
         assert self.process.stdout
         assert self.process.stderr
         prefix = f"[worker {self.rank}] ".encode()
@@ -189,14 +191,15 @@ class _Worker:
                 os.waitid(os.P_PID, self.process.pid, os.WEXITED | os.WNOWAIT)
             else:  # `waitid` is missing on Windows, and on macOS before Python 3.13.
                 self.process.wait()
-            self.send(_KILL)  # This kills the processes that the worker has started.
+            self.send(_KILL)  # Kill the processes that the worker has started.
             with self._lock:
                 self.process.wait()
                 self._reaped = True
             for pump in pumps:
                 pump.join(_LAST_OUTPUT_SECONDS)
         finally:
-            # The main thread waits for this, so it must happen even after an exception.
+            # The main thread waits until this worker is in the queue. So the worker must be put
+            # there even after an exception.
             events.put(self)
 
     def send(self, signum: int) -> None:
@@ -239,9 +242,10 @@ def _copy_lines(prefix: bytes, source: IO[bytes], sink: IO[bytes]) -> None:
                     sink.write(prefix + line.rstrip(b"\r\n") + b"\n")
                     sink.flush()
             except BrokenPipeError:
-                # The process that reads our output has ended. The worker gets the same error when
-                # it writes next, because `source` is closed. Our own output now goes to the null
-                # device. Otherwise, flushing the buffer at exit would fail again.
+                # The process that reads our output has ended. When this function returns, `source`
+                # is closed, so the worker also gets a BrokenPipeError when it writes next. Our own
+                # output goes to the null device from now on. Otherwise, Python would flush the
+                # buffer at exit and fail again.
                 os.dup2(os.open(os.devnull, os.O_WRONLY), sink.fileno())
                 return
 

@@ -24,10 +24,11 @@ from gradwire.optim._owner import changing, copy_to_cpu
 
 __all__ = ["RemoteModule"]
 
-#: This is usually None, and a remote module then loads its state at once. But while a module of
-#: this worker loads its state, a lock is held and this is a list. Remote modules inside that module
-#: then only add a function to the list. When the lock is free, these functions are called, and they
-#: load the remote modules. Each function takes a list, to which it adds its error messages.
+#: None, or a list of functions that will load remote modules later. Normally it is None, and each
+#: remote module loads its state at once. But `_load_state` holds a lock while it loads a module of
+#: this worker. Meanwhile this variable is a list, and a remote module inside that module only adds
+#: a function to the list. When the lock is free again, `_load_state` calls these functions. Each of
+#: them loads one remote module. Its argument is a list, to which it adds error messages.
 _deferred_loads: ContextVar[list[Callable[[list[str]], None]] | None] = ContextVar(
     "_deferred_loads", default=None
 )
@@ -172,9 +173,10 @@ class RemoteModule(nn.Module):
             destination._metadata = OrderedDict()
         destination.update({prefix + key: value for key, value in state.items()})
         if hasattr(destination, "_metadata"):
-            # `metadata` has the version of each part of the module. A local module that loads this
-            # state looks for each version under the name of the part. `_load_from_state_dict` of a
-            # remote module looks for all versions together, under "parts".
+            # `metadata` has the version of each part of the module. The versions are stored twice,
+            # because a local or a remote module may load this state later. A local module reads
+            # the version of each part under the name of that part. A remote module reads only the
+            # entry under its own name, so that entry has all versions, under "parts".
             for part, entry in metadata.items():
                 destination._metadata[(prefix + part).rstrip(".")] = entry
             destination._metadata[prefix[:-1]] = {**metadata.get("", {}), "parts": metadata}
@@ -324,9 +326,10 @@ def _call_method(module_rref: RRef[nn.Module], method: str, value: bool) -> None
 
 
 def _copy_state(module_rref: RRef[nn.Module]) -> tuple[dict[str, Any], dict[str, Any]]:
-    # `state_dict` is called without the lock, because a remote module inside this module asks its
-    # own worker for its state. The result holds the tensors of the module themselves. They are
-    # copied with the lock held, so that no optimizer changes them meanwhile.
+    # An optimizer holds `versions.lock` while it changes parameters. `state_dict` is called without
+    # this lock, because it calls other workers if the module contains remote modules. The result
+    # holds the tensors of the module themselves. They are copied with the lock held, so that no
+    # optimizer changes them meanwhile.
     state = module_rref.local_value().state_dict(keep_vars=True)
     with current.runtime().versions.lock:
         return copy_to_cpu(dict(state)), dict(getattr(state, "_metadata", {}))

@@ -29,9 +29,9 @@ def seconds(timeout: float | timedelta) -> float:
     120.0
     """
     value = timeout.total_seconds() if isinstance(timeout, timedelta) else float(timeout)
-    if not value >= 0:  # This condition refuses NaN, but `value < 0` would not.
+    if not value >= 0:  # The test `value < 0` would accept NaN.
         raise SetupError(f"a timeout must be a number and not negative; it is {value}")
-    # Python cannot wait longer than TIMEOUT_MAX, so a longer timeout becomes none.
+    # Python cannot wait longer than TIMEOUT_MAX. So a longer timeout becomes 0: no timeout.
     return value if value <= TIMEOUT_MAX else 0.0
 
 
@@ -97,7 +97,7 @@ class Options:
             raise SetupError(
                 f"init_timeout must be a number and not negative; it is {self.init_timeout}"
             )
-        # `Runtime` checks later whether transports with these names exist.
+        # Do not check here whether the named transports exist: `Runtime` does that.
         if isinstance(self.transports, str) or not self.transports:
             raise SetupError(
                 f"transports must be a list of names such as {list(DEFAULT_TRANSPORTS)}; it is "

@@ -5,8 +5,8 @@ function. Inside ``with worker:`` it is the runtime of `worker`. Elsewhere it is
 default, which `init_rpc` sets.
 
 The module `runtime` imports this module. So this module cannot import the class `Runtime`, and its
-annotations cannot name that class. The name `runtime.current_runtime` stands for the function
-`runtime` of this module, annotated with that class.
+annotations say `Any` instead. For callers that need the exact type, the module `runtime` defines
+`current_runtime`. It is the function `runtime` of this module, annotated to return a `Runtime`.
 """
 
 from __future__ import annotations

@@ -59,7 +59,7 @@ class WorkerInfo:
 
     def __post_init__(self) -> None:
         if self.name.isidentifier() and len(self.name) < MAX_NAME_LENGTH and self.name.isascii():
-            return  # Most names pass this quick check.
+            return  # Most names pass this quick check, and need no regular expression.
         if not self.name:
             raise SetupError("Worker name must be non-empty")
         if len(self.name) >= MAX_NAME_LENGTH:
@@ -74,5 +74,5 @@ class WorkerInfo:
         return f"WorkerInfo(id={self.id}, name={self.name})"
 
 
-#: A call may give the called worker by its name, by its id, or by a WorkerInfo.
+#: The worker to call, given by its name, by its id or as a WorkerInfo.
 To = str | int | WorkerInfo

@@ -60,7 +60,9 @@ class Runtime:
         membership: Membership | None = None,
         transports: Sequence[Transport] | None = None,
     ):
-        WorkerInfo(name, rank)  # This raises an error for a bad name before the worker joins.
+        # `WorkerInfo` raises an error if the name is not allowed. Check the name here, before the
+        # worker joins the group.
+        WorkerInfo(name, rank)
         self.options = Options.of(options)
         token = self.options.resolved_token()
         host = self.options.resolved_host()

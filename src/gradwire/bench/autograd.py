@@ -123,8 +123,9 @@ def remote_parameters() -> Program:
 def large_local_graph(nodes: int) -> Program:
     x, weight = leaf(1.0, 4), leaf(1.0, 4)
     h = x
+    # Divide by 2, because each call of `expert` adds two nodes to the autograd graph.
     for _ in range(nodes // 2):
-        h = expert(h, weight)  # `expert` adds two nodes to the autograd graph.
+        h = expert(h, weight)
     return Program(
         [x, weight], lambda call: call("worker1", expert, h, weight).sum(), keeps_graph=True
     )
@@ -232,8 +233,9 @@ def growing(
     floors: dict[int, Floor] | None = None,
 ) -> list[Case]:
     """Return cases that run one program in several sizes, from small to large. `counts` maps each
-    size to its number of samples. `aim` says how many times as fast as torch gradwire should be;
-    the largest size has no aim. A last case measures only the backward pass of the largest size."""
+    size to its number of samples. `aim` is the ratio to reach: torch's time divided by gradwire's
+    time. The largest size has no aim. A last case measures only the backward pass of the largest
+    size."""
     cases = [
         Case(
             name.format(size),

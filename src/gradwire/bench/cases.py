@@ -46,8 +46,8 @@ class Steps:
 
 @dataclass(frozen=True)
 class Floor:
-    """A lower bound for the time of a case: `times` the time of the case with the name `case`,
-    which measures the machine without a library."""
+    """A lower bound for the time of a case. The bound is the time of another case, multiplied by
+    `times`. That other case, with the name `case`, uses no RPC library."""
 
     case: str
     times: float = 1

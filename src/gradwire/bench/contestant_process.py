@@ -24,7 +24,8 @@ from types import ModuleType
 
 
 def main() -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # On Ctrl-C, the measuring process ends this one.
+    # Ignore Ctrl-C here: it also reaches the measuring process, which then ends this process.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
     connection = Connection(int(sys.argv[1]))
     sys.path[:], source = connection.recv()
     import_gradwire(source)

@@ -18,7 +18,8 @@ from typing import Any
 COLOURS, GREY = ("#e8710a", "#2f81f7"), "#7d848d"
 STYLE = {
     "svg.fonttype": "none",  # Write text as text, not as outlines of letters.
-    "svg.hashsalt": "gradwire",  # With a fixed salt, the same samples give the same file.
+    # Without a fixed salt, the ids in an SVG file are random, and every run writes another file.
+    "svg.hashsalt": "gradwire",
     "font.family": "sans-serif",
     "font.size": 10,
     "text.color": GREY,
@@ -75,7 +76,8 @@ def main(files: Sequence[str], folder: str) -> int:
     drawn = 0
     for plot in PLOTS:
         candidates = [curves for outcome in outcomes if (curves := curves_of(plot, outcome))]
-        for curves in candidates[-1:]:  # If several files have samples, use the last file.
+        # If several files have samples for this plot, draw only those of the last file.
+        for curves in candidates[-1:]:
             Path(folder).mkdir(parents=True, exist_ok=True)
             draw(plot, curves, Path(folder) / plot.file)
             print(Path(folder) / plot.file)

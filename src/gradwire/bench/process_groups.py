@@ -47,7 +47,8 @@ def run_in_group(size: int, work: Callable[[int, Barrier], Any]) -> list[Any]:
             # would report that a worker was lost.
             for number in (signal.SIGSTOP, signal.SIGKILL):
                 for pid, _ in members:
-                    # Until `waitpid`, the system gives this pid to no other process.
+                    # The process may have died, but the system keeps its pid until `waitpid`. So
+                    # the signal cannot hit another process.
                     os.kill(pid, number)
             for pid, connection in members:
                 os.waitpid(pid, 0)
@@ -55,7 +56,8 @@ def run_in_group(size: int, work: Callable[[int, Barrier], Any]) -> list[Any]:
 
 
 def join_group(package: str, rank: int, size: int) -> Any:
-    """Make this process a worker of its group, and return the RPC module of the package."""
+    """Make this process a worker of its group. Return the RPC module of `package`, which is
+    "gradwire" or "torch.distributed"."""
     rpc = import_module(f"{package}.rpc")
     rpc.init_rpc(f"worker{rank}", rank=rank, world_size=size)
     return rpc

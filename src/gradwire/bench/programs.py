@@ -1,9 +1,10 @@
 """The suite ``programs``: the unchanged programs in `examples/torch`, on torch and on gradwire.
 
-Each measurement starts a program anew: with ``gradwire run`` on torch, with ``gradwire run
---torch`` on gradwire. Nothing else differs. The argument of a program is the number of steps
-between two lines of its output. The time between lines is measured, so the start of the program,
-its first steps and its end do not count.
+Each measurement starts a program anew, with the command ``gradwire run``. The programs use torch's
+RPC, and this command alone does not change that. With its option ``--torch``, gradwire takes the
+place of torch's RPC. Nothing else differs. The argument of a program is the number of steps between
+two lines of its output. The time between lines is measured, so the start of the program, its first
+steps and its end do not count.
 """
 
 from __future__ import annotations
@@ -78,8 +79,8 @@ def seconds_per_step(program: Program, options: list[str], count: int) -> list[f
 
 @contextmanager
 def launcher(options: list[str], _rank: int) -> Iterator[list[str]]:
-    """Yield the options of ``gradwire run``. Each measurement starts its own workers, so none are
-    started here."""
+    """Yield the options of ``gradwire run`` with which `seconds_per_step` starts programs. Start no
+    workers here, because each measurement starts its own."""
     programs_folder()
     yield options
 

@@ -142,8 +142,8 @@ def tcp_pair() -> tuple[socket.socket, socket.socket]:
         pair = socket.create_connection(server.getsockname()), server.accept()[0]
     for end in pair:
         end.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        # If the system has it, choose the congestion control algorithm that gradwire's connections
-        # use. This algorithm sends without pauses between packets.
+        # Choose the congestion control algorithm that gradwire's connections use, unless the system
+        # does not have it. The algorithm sends without pauses between packets.
         with suppress(AttributeError, OSError):
             end.setsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, b"reno")
     return pair
@@ -155,7 +155,8 @@ def tcp_pair() -> tuple[socket.socket, socket.socket]:
 @contextmanager
 def worker(module: str, rank: int, **options: Any) -> Iterator[Any]:
     """Run this process as one of two workers, with these options and the RPC library `module`."""
-    warnings.simplefilter("ignore")  # Torch's RPC warns at every shutdown.
+    # Hide all warnings, because torch's RPC shows some at every shutdown.
+    warnings.simplefilter("ignore")
     rpc = import_module(module)
     chosen = rpc.TensorPipeRpcBackendOptions(**options) if options else None
     rpc.init_rpc(f"worker{rank}", rank=rank, world_size=2, rpc_backend_options=chosen)

@@ -42,8 +42,8 @@ WINDOW = 1024
 #: How many calls are made before the measured calls. The first calls take longer, because they open
 #: connections and fill caches.
 WARM_UP = 20
-#: A program that prints the seconds for importing the modules that programs use. `import gradwire`
-#: alone does not load them.
+#: A program that prints the seconds for importing gradwire's main modules, `rpc` and `autograd`.
+#: `import gradwire` alone does not load these modules.
 IMPORT = """
 import time, torch
 begin = time.perf_counter()
@@ -84,8 +84,8 @@ def cpu_per_call(cpu_time: Callable[[Any], float], package: str, count: int) -> 
 
 
 def start_up(size: int, package: str, count: int) -> list[float]:
-    """Return the seconds from the moment when every process is ready to call init_rpc until the
-    last call has returned."""
+    """Return the seconds that a group of `size` workers takes to start: from the moment when every
+    process is ready to call init_rpc until init_rpc has returned in all processes."""
 
     def member(rank: int, barrier: Barrier) -> tuple[float, float]:
         barrier()

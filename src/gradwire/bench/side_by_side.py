@@ -50,8 +50,8 @@ class Outcome:
 
 
 def run(suite: Suite, rounds: int, quick: bool) -> Outcome:
-    """Measure all cases `rounds` times, each with one of its contestants after the other. With
-    `quick`, take fewer samples."""
+    """Measure all cases `rounds` times. In each round, the contestants of a case measure the case
+    one after the other. With `quick`, take fewer samples."""
     samples: Samples = {case.name: {name: [] for name in case.contestants} for case in suite.cases}
     failures: dict[str, dict[str, str]] = {case.name: {} for case in suite.cases}
     with ExitStack() as whole_run:
@@ -91,7 +91,8 @@ class _Contestants:
             try:
                 return running.measure(case, count)
             except BenchError:
-                running.kill()  # Otherwise its processes might disturb the next contestant.
+                # Kill the processes, which might disturb the next contestant.
+                running.kill()
                 self._running.pop(name, None)
                 raise
 
@@ -125,7 +126,9 @@ class _RunningContestant:
         samples."""
         self.signal("SIGCONT")
         try:
-            with contextlib.suppress(OSError):  # If the process has died, `_receive` reports it.
+            # If the process has died, sending fails. Ignore this error, because `_receive` raises a
+            # BenchError for a dead process.
+            with contextlib.suppress(OSError):
                 self._connection.send((case, count))
             return _receive(self._connection, f"{self._name}, {case.name}", case.time_limit)
         finally:
@@ -202,7 +205,9 @@ def _start_process(
             pass_fds=[theirs.fileno()],
             preexec_fn=die_with_parent,  # noqa: PLW1509, this process has one thread
         )
-    with contextlib.suppress(OSError):  # If the process has died, `_receive` reports it.
+    # If the process has died already, `send` fails. The error is ignored here, because `_receive`
+    # will report the dead process.
+    with contextlib.suppress(OSError):
         connection.send((sys.path, contestant.source))
         connection.send((contestant, rank))
     return process, connection

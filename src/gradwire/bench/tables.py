@@ -9,8 +9,9 @@ from statistics import median
 from gradwire.bench.cases import Case, Steps, Suite
 from gradwire.bench.side_by_side import Outcome
 
-#: `medians[case][contestant]` lists the median of the samples of every round. The list is empty if
-#: the contestant (a library that is measured) failed at the case.
+#: `medians[case][contestant]` is a list with one number for each round: the median of the samples
+#: in that round. The list is empty if the contestant (a library that is measured) failed at the
+#: case.
 Medians = dict[str, dict[str, list[float]]]
 
 
@@ -41,7 +42,8 @@ def table(suite: Suite, outcome: Outcome) -> str:
 
 
 def medians_of(outcome: Outcome) -> Medians:
-    """Return the median of the samples of every round, by case and contestant."""
+    """Return, for each case and contestant, a list with the median of each round's samples. A
+    contestant is a library that is measured."""
     return {
         case: {
             name: [] if name in outcome.failures[case] else [median(turn) for turn in rounds]
@@ -60,8 +62,8 @@ def ratios(numerators: list[float], denominators: list[float]) -> list[float]:
 
 
 def _compared(case: Case, medians: Medians, first: str, second: str) -> dict[str, str]:
-    """Return the table row of a case with several contestants: the cells by the title of their
-    column."""
+    """Return the table row of a case with several contestants. The row maps the title of a column
+    to the text in that column."""
     reference, measured, *others = case.contestants
     values = medians[case.name]
     improvement = ratios(values[reference], values[measured])

@@ -1,8 +1,7 @@
 """Compare this gradwire with the gradwire of another checkout: ``gradwire bench rpc --against``.
 
-The suite keeps its cases and changes its contestants, the versions or libraries that are compared:
-the gradwire of the other checkout, called "before", takes the place of torch, and this gradwire is
-called "now".
+A suite of benchmarks normally compares torch with gradwire. Here the same suite compares two
+versions of gradwire: "before" is the gradwire of the other checkout, and "now" is this gradwire.
 """
 
 from __future__ import annotations
@@ -15,17 +14,21 @@ from gradwire.bench.cases import Case, Contestant, Suite
 from gradwire.bench.side_by_side import Outcome
 from gradwire.bench.tables import medians_of, ratios
 
-#: The suites whose measuring code uses only the public functions of gradwire.
+#: Only these suites can measure another version of gradwire: their measuring code uses only the
+#: public functions of gradwire, which the other version has too.
 SUITES = ("autograd", "rpc")
 #: A case is reported as slower if its time now, divided by its time before, exceeds this.
 TOLERANCE = 1.05
 
 
 def compare_versions(suite: Suite, checkout: str) -> Suite:
-    """Return the suite with the contestants "before" and "now" in the place of torch and gradwire.
-    Leave out the cases that do not measure gradwire, and all aims and lower bounds.
+    """Return a suite that compares the gradwire of `checkout`, called "before", with this gradwire,
+    called "now".
 
-    Raises FileNotFoundError if the folder holds no ``src/gradwire``.
+    The new suite omits the cases that do not measure gradwire, and the lower bounds that such cases
+    measure. It also omits the aims, because an aim is a ratio of torch to gradwire.
+
+    Raises FileNotFoundError if the folder `checkout` holds no ``src/gradwire``.
     """
     source = Path(checkout).resolve() / "src"
     if not (source / "gradwire" / "__init__.py").exists():
@@ -52,7 +55,8 @@ def compare_versions(suite: Suite, checkout: str) -> Suite:
 
 
 def _names(gradwire: str) -> tuple[str, str]:
-    """Return the names of the two contestants that replace the contestant of this name."""
+    """Make two names from the name of a contestant that uses gradwire. The first is for the
+    gradwire of the other checkout ("before"), the second for this gradwire ("now")."""
     return gradwire.replace("gradwire", "before"), gradwire.replace("gradwire", "now")
 
 

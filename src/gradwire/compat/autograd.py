@@ -93,7 +93,8 @@ def _release_context(context_id: int) -> None:
     if current_id.get() == context_id:
         current_id.set(None)
     runtime = current.runtime()
-    runtime.contexts.get(context_id)  # `get` raises an error if there is no such context.
+    # This call only checks that the context exists: `get` raises an error if it does not.
+    runtime.contexts.get(context_id)
     runtime.releases.release(context_id)
 
 

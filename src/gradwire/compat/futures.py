@@ -53,8 +53,9 @@ def wrap_wait_all(original: Callable[..., Any]) -> Callable[..., Any]:
         if not _has_gradwire_future(futures):
             values: list[Any] = original(futures)
             return values
-        # Call torch's own `wait`, because gradwire recognizes a waiting thread by the stack frame
-        # of torch's function.
+        # A thread that waits must not count towards the limit of running user functions. gradwire
+        # recognizes such a thread because it is in a function of `torch.futures`. So call torch's
+        # own `wait` here.
         torch.futures.Future.wait(_first_error_or_all(futures))
         return [future.wait() for future in futures]
 

@@ -132,9 +132,9 @@ def _wrap_get_preparation_data(original: Callable[..., Any]) -> Callable[..., An
 
 
 def _wrapper_in(module: str, function: str) -> Callable[..., Any]:
-    """Return a function that takes a function of torch and returns a wrapper of it. The wrapper is
-    made by `function` in `module`, a module of this package. This module is imported only when the
-    wrapper is made."""
+    """Return a function that wraps a function of torch. It passes the function of torch to
+    `function` of the module `gradwire.compat.<module>`, which makes the wrapper. The module is
+    imported during `install`, not before."""
 
     def wrap(original: Callable[..., Any]) -> Any:
         return getattr(importlib.import_module(f"{_HERE}.{module}"), function)(original)
@@ -142,8 +142,9 @@ def _wrapper_in(module: str, function: str) -> Callable[..., Any]:
     return wrap
 
 
-#: Maps a function, given by its module (or module:class) and its name, to the function that returns
-#: the wrapper installed in its place.
+#: The functions that `install` replaces with wrappers. A key gives the module (or module:class) and
+#: the name of such a function. The value is a function that takes the original function and returns
+#: its wrapper.
 _WRAPPED = {
     ("multiprocessing.spawn", "get_preparation_data"): _wrap_get_preparation_data,
     ("torch.futures", "wait_all"): _wrapper_in("futures", "wrap_wait_all"),

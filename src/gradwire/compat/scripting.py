@@ -21,8 +21,8 @@ import torch
 from gradwire._core.wire.codec import Codec
 from gradwire.compat.nn import RemoteModule
 
-#: Finds the names of RPC in source code. TorchScript can compile code with these names only for
-#: torch's own RPC.
+#: A pattern that finds RPC in source code, by names such as `RRef` and `rpc.`. TorchScript can
+#: compile code with these names only if they belong to torch's own RPC.
 _RPC_IN_SOURCE = re.compile(r"\bRRef\b|\brpc\.|\bdist_autograd\.")
 
 

@@ -166,14 +166,15 @@ class DistributedOptimizer(torch.optim.Optimizer):
     def _note_sent_settings(self) -> None:
         """Note that the owners of the parameters now have the same settings as `param_groups`."""
         self._sent_settings = copy.deepcopy([settings_of(group) for group in self.param_groups])
-        #: For each group, the names of the settings that the program has changed since this method
-        #: was called.
+        #: For each group, the names of the settings that the program has changed since the last
+        #: call of this method. `_changed_settings` adds the names.
         self._changed_keys: list[set[str]] = [set() for _ in self.param_groups]
 
     def _changed_settings(self) -> list[ParamGroup]:
-        """Return, for each group, the settings that the program has changed here at any time. The
-        owners get no other settings. Some optimizers keep values of their own among the settings,
-        and these values must not be overwritten."""
+        """Return, for each group, the settings that the program has changed in `param_groups` since
+        the optimizer was made or has loaded a state. Only these settings are sent to the owners.
+        The reason is that some optimizers keep values of their own among the settings of the
+        owners, and these values must not be overwritten."""
         groups = zip(self.param_groups, self._sent_settings, self._changed_keys, strict=True)
         for group, sent, changed_keys in groups:
             for key, value in settings_of(group).items():
@@ -277,9 +278,13 @@ def _equal(one: Any, other: Any) -> bool:
 
 
 def _gather(calls: Sequence[tuple[WorkerInfo, Callable[[], Any]]]) -> list[Any]:
-    """Return the results of calls to several workers, once all have ended. The call for this worker
-    comes first, because it runs on this thread. If calls fail, raise the first error; if more than
-    one call fails, the cause of that error lists all errors."""
+    """Wait until the calls to several workers have ended, and return their results in the order of
+    `calls`.
+
+    The call to this worker is handled first: it may run on this thread, while the other workers
+    are already working. If a call fails, its error is raised. If several calls fail, the first
+    error is raised, and its cause lists all errors.
+    """
     results: dict[int, Any] = {}
     errors = []
     me = rpc.get_worker_info().id

@@ -54,9 +54,10 @@ def make_local_optimizer(
     for group in groups:
         # `local_value` may wait until the value exists, so it is called before the lock is taken.
         group["params"] = [rref.local_value() for rref in group["params"]]
-    # A stand-in is a tensor that the optimizer gets instead of a parameter. While it is made, it
-    # shares the storage of the parameter for a moment. Without the lock, another thread could begin
-    # to track the parameter at that moment, and would treat its storage as shared.
+    # A stand-in is a tensor that the optimizer gets instead of a parameter. While a stand-in is
+    # made, it shares the storage of the parameter for a moment. Without the lock, another thread
+    # could call `ParameterVersions.track` for the parameter at that moment. `track` would note that
+    # other tensors share the storage, and that the parameter must therefore stay in it.
     with versions.lock:
         for group in groups:
             group["params"] = [stand_ins.get(parameter) for parameter in group["params"]]
@@ -91,10 +92,11 @@ class _StandIns:
         """Return the stand-in for a parameter: the tensor that the optimizer gets instead of it.
 
         The stand-in has the same value in a storage of its own, because other threads may use the
-        parameter while the optimizer is created. A parameter without a single storage, for example
-        a sparse one, is its own stand-in.
+        parameter while the optimizer is created. If a parameter does not have exactly one storage,
+        for example because it is sparse, the parameter itself is returned.
         """
-        # The class of the optimizer will raise an error for an object that is not a tensor.
+        # An object that is not a tensor is returned as it is. The class of the optimizer will raise
+        # an error for it.
         if not isinstance(parameter, Tensor):
             return parameter
         stand_in = self._by_parameter.get(parameter)
@@ -121,9 +123,9 @@ class _StandIns:
                 stand_in.data = stand_in.new_empty(0)
 
     def begin_step(self, gradients: dict[Tensor, Tensor]) -> None:
-        """Make each stand-in, a tensor that the optimizer has instead of a parameter, share the
-        storage of its parameter, and put the gradient of the parameter into the `.grad` of the
-        stand-in."""
+        """Prepare the stand-ins for a step of the optimizer, which has them instead of the
+        parameters. During the step, each stand-in shares the storage of its parameter, and has the
+        gradient of the parameter in its own `.grad`."""
         for parameter, stand_in in self._by_parameter.items():
             before = stand_in.grad
             if stand_in is not parameter:
@@ -188,9 +190,10 @@ def changing(parameters: Sequence[Tensor]) -> Iterator[None]:
     parameters that several trainers use belongs in such a block. The blocks of a worker run one
     after the other.
 
-    Name all parameters that the block changes, because torch does not notice changes in the block.
-    Make no calls to other workers in the block, because forward passes that use the parameters wait
-    until the block ends.
+    Name all parameters that the block changes. Torch does not count in-place changes during the
+    block, and gradwire counts them afterwards for the named parameters only. Make no calls to other
+    workers in the block, so that the block ends soon: until then, forward passes that use the
+    parameters wait.
 
         >>> with changing([weight]), torch.no_grad():      # doctest: +SKIP
         ...     weight.mul_(0.5)

@@ -236,7 +236,8 @@ class FaultyConnection:
         copy = Frame(frame.whole_head(), [buffer.detach().clone() for buffer in frame.buffers])
         timer = threading.Timer(seconds, self._send_quietly, (copy,))
         timer.daemon = True
-        # `close` joins all timers in the set, and a timer cannot be joined before it has started.
+        # Hold the lock until the timer has started. `close` joins every timer in `_timers`, and a
+        # timer that has not started cannot be joined.
         with self._timers_lock:
             self._timers.add(timer)
             timer.start()

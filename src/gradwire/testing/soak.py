@@ -264,7 +264,7 @@ def _wait_until_released(workers: Sequence[Worker]) -> None:
     deadline = time.monotonic() + _RELEASE_SECONDS
     while open_contexts(workers):
         if time.monotonic() > deadline:
-            return  # The next census counts the open contexts as a leak.
+            return  # Raise no error: the next census counts the contexts that are still open.
         time.sleep(0.01)
 
 
@@ -282,7 +282,7 @@ def measure_planning(nodes: int) -> float:
             y = y.neg()
         total = total + y
     roots = make_roots([total])
-    gc.collect()  # This makes a garbage collection during the measurement unlikely.
+    gc.collect()  # Collect garbage now, so that a collection during the measurement is unlikely.
     times = []
     for _ in range(3):
         started = time.perf_counter()

@@ -152,9 +152,10 @@ def check_buffers_of_every_size_arrive(open_pair: OpenPair) -> None:
 
 
 def check_many_buffers_arrive(open_pair: OpenPair) -> None:
-    """Send more buffers (tensors) in one message than one system call accepts. Then send many
-    large buffers. Each needs a segment of shared memory, whose descriptor goes through a socket,
-    and there are more of these than the socket can queue at once."""
+    """Send more buffers (tensors) in one message than one system call accepts. Then send a message
+    with many large buffers. Each large buffer may need a segment of shared memory, and the file
+    descriptor of the segment is sent through a socket. The message needs more descriptors than the
+    socket can queue at once."""
     few = [torch.full((size,), size % 251, dtype=torch.uint8) for size in SIZES]
     small = [torch.tensor([number]) for number in range(3000)]
     large = [torch.full((40_000,), number % 251, dtype=torch.uint8) for number in range(700)]
@@ -551,8 +552,9 @@ def check_close_may_be_called_again_and_at_both_ends(open_pair: OpenPair) -> Non
 
 
 def check_close_ends_a_blocked_send(open_pair: OpenPair) -> None:
-    """No thread reads, so `send` blocks, and `close` must end it. If a transport queues any number
-    of messages, `send` never blocks, and the check passes."""
+    """One end sends, but no thread reads at the other end, so `send` blocks. Then `close` must make
+    the blocked `send` return or raise. If a transport queues any number of messages, `send` never
+    blocks, and the check passes."""
     with open_pair() as pair:
         is_blocked = threading.Event()
 

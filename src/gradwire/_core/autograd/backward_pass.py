@@ -16,9 +16,10 @@ A *send* is a message with differentiable tensors that this worker sent in the f
    reach. Often the gradient of that send reaches all of them. Otherwise this worker asks other
    workers for *forecasts*: which tensors of the other sends will get gradients (see `forecast`).
    Each send that is still unanswered is replaced by a *gate*, an autograd node in which the run
-   waits for the answer. Gates run after all other nodes of the region, the newest gate first. So a
-   region only ever waits for something later in the forward pass, and workers cannot wait for each
-   other in a circle.
+   waits for the answer. Gates run after all other nodes of the region. Among the gates, the gate of
+   the message that was sent last runs first. The answer that a gate waits for depends only on what
+   happened in the forward pass after the message was sent. So every wait is for something later in
+   the forward pass, and workers cannot wait for each other in a circle.
 4. A send without gradients is left out of the run. A recv node that depends on such sends alone has
    no gradient, whether or not its region runs.
 5. A pass started by `grad` visits only tensors on a path to the inputs of `grad`. The worker that
@@ -26,8 +27,9 @@ A *send* is a message with differentiable tensors that this worker sent in the f
    which of them that worker must handle.
 6. A worker that received a tensor and returned it unchanged would also send the gradient back
    unchanged. In its first message it offers the other worker a *shortcut*: that worker has the
-   gradient already, and can use it at once. So a chain of calls to one worker takes one message and
-   its answer.
+   gradient already, and can use it at once. Suppose a worker calls another one several times, and
+   passes the result of each call to the next call. Thanks to shortcuts, the pass then takes one
+   message and one answer for all these calls together.
 
 Each message of a pass is a request. It is answered at once, after all work that needs no waiting
 and before any wait at a gate. The answer carries everything that is ready for the worker that sent
@@ -81,7 +83,7 @@ _SUCCEEDED = PassPhase.SUCCEEDED
 
 class BackwardPass:
     """One backward pass, on one worker. Attributes that few passes change have their defaults in
-    the class."""
+    the class, so that `__init__` need not set them."""
 
     #: The id()s of the leaves that may get gradients in this pass. Empty if none of these leaves
     #: belongs to a group (see `_leaf_groups`).
@@ -120,7 +122,8 @@ class BackwardPass:
         self.phase = _BEGUN if parent is None else _KNOWN
         #: The error with which the pass failed. It is set when the phase becomes FAILING.
         self.error: BaseException | None = None
-        #: The open requests whose answers a thread reads now, or will read.
+        #: The open requests for whose answers a thread waits now, or will wait. If the pass fails,
+        #: `_give_up_calls` ends these waits.
         self._asked: set[OpenCall] = set()
         #: The open requests whose answers a thread will read later. Each tuple has the worker that
         #: the request went to, whether it was the first message to that worker, and the request.
@@ -140,8 +143,8 @@ class BackwardPass:
 
     @property
     def finished(self) -> bool:
-        """Whether this worker's part of the pass is done, with the parts of all workers that count
-        as its children (see `termination`)."""
+        """Whether this worker and all its children have done their parts of the pass. The children
+        are the workers that report to this worker (see `termination`)."""
         return self._state.termination.finished
 
     @property
@@ -150,7 +153,8 @@ class BackwardPass:
         return self._state.termination.involved
 
     def seconds_left(self) -> float:
-        """Return how many seconds messages of the pass may still take; 0 means without limit."""
+        """Return how many seconds are left before the deadline of the pass, or 0 if the pass has no
+        deadline. This number is the timeout of the next message."""
         return max(0.001, self.deadline - time.monotonic()) if self.options.seconds else 0.0
 
     # -- beginning
@@ -401,7 +405,8 @@ class BackwardPass:
             return False
         try:
             value, gradients = self.hear(call)
-            answer = make_message((*value, gradients))  # This is `unpack_message`, without a call.
+            # This line does the same as `unpack_message`, but saves the time of a function call.
+            answer = make_message((*value, gradients))
         except BaseException as error:
             self._fail_unless_finished(error)
             return False
@@ -450,11 +455,13 @@ class BackwardPass:
             self._fail_unless_finished(error)
         else:
             self.receive(worker, unpack_message(*future.value()), answers_first)
-            # This thread reads messages for the whole worker, so another one goes on with the pass.
+            # The thread that runs this callback must go on reading messages for the whole worker.
+            # So another thread goes on with the pass.
             self._drive_elsewhere()
 
     def reply_to(self, request: Request) -> None:
-        """Answer a message of another worker, after all work of the pass that needs no waiting."""
+        """Do all work of the pass that needs no waiting. Then answer a message of another
+        worker."""
         self._run_ready(gated=False)
         with self._lock:
             error = self.error
@@ -625,8 +632,9 @@ class BackwardPass:
         self.fail(error)
 
     def _undo_if_failed(self) -> None:
-        """If the pass has failed, and no thread can change `.grad` for it any more, restore the
-        `.grad` tensors from before the pass, with their values. The caller holds the lock."""
+        """If the pass has failed, and none of its threads can change `.grad` any more, undo its
+        changes: give each leaf the `.grad` tensor that it had before the pass, with the values of
+        that time. The caller holds the lock."""
         if self._running or self.error is None:
             return
         if self._backup is not None:

@@ -14,11 +14,15 @@ A `Recv` is a message that has arrived; torch's name for it is RecvRpcBackward. 
 comes from a *recv node*. The gradient that backward brings to a recv node is sent to the other
 worker, where it enters at the proxy.
 
-A recv node raises an error when torch runs it, because a plain `backward()` must not reach it. A
-backward pass of gradwire asks torch for the gradient that enters the recv node, and torch then
-returns the gradient without running the node. But if gradients go into `.grad`, torch also runs the
-nodes whose gradients it is asked for. In that case the recv node is the node of an alias, and a
-hook raises the error unless gradwire started the current task of torch's engine.
+A plain `backward()` must not reach a recv node. There are two kinds of recv nodes:
+
+- Usually, a recv node raises an error when torch runs it. A backward pass of gradwire does not run
+  it: the pass asks torch for the gradient that enters the recv node, and torch returns the gradient
+  without running the node.
+- In a context whose gradients go into `.grad`, torch also runs the recv nodes in a pass of
+  gradwire. So there, user code gets an alias of the received tensor, and the recv node is the
+  alias's node, which torch can run. A hook of the node raises the error, unless gradwire started
+  the current task of torch's engine.
 
 The module `gates` shows how torch's engine waits for a gradient that another worker has not sent.
 """
@@ -157,8 +161,9 @@ class Recv:
         recv node that the tensor comes from. The hook is registered last, so the gradient already
         has the changes that other hooks make.
         """
-        # Torch runs nodes with high sequence numbers first. Only the first node of the task has a
-        # higher number than this one, so the gradient is delivered before torch runs other nodes.
+        # Among the nodes that are ready, torch runs the one with the highest sequence number. Only
+        # the node that begins the task gets a higher number than the recv node. So once the
+        # gradient is known, torch delivers it before it runs nodes of other operations.
         self.recv_nodes[position]._set_sequence_nr(FIRST_SEQUENCE_NUMBER - 1)
         _, hooks = self._arrived[position]
         hooks[task] = partial(_deliver_if_current, task, deliver, self.id, position)

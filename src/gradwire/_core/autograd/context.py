@@ -32,7 +32,8 @@ _NODES_AHEAD = 5_000
 
 _strided = torch.strided
 
-#: Why a backward pass has failed: the exception, encoded as bytes and the tensors that it holds.
+#: The encoded exception with which a backward pass failed. The first item is the encoding as bytes,
+#: without the tensors that the exception holds. The second item is these tensors.
 FailureReason = tuple["bytes | memoryview", Sequence[Tensor]]
 #: Leaves and their gradients, by the id() of the leaf.
 GradientSums = dict[int, tuple[Tensor, Tensor]]
@@ -69,8 +70,8 @@ class ActivePass(Protocol):
 
     @property
     def finished(self) -> bool:
-        """Whether this worker's part of the pass is done, with the parts of all workers that count
-        as its children (see `termination`)."""
+        """Whether this worker and all its children have done their parts of the pass. The children
+        are the workers that report to this worker (see `termination`)."""
 
     @property
     def involved(self) -> set[int]:
@@ -111,7 +112,8 @@ class Context:
         self.passes: dict[int, ActivePass] = {}
         #: For each backward pass that has ended, by its id: why it failed, or None if it succeeded.
         self._outcomes: dict[int, FailureReason | None] = {}
-        #: The ids of the passes that have succeeded, in the order in which this was noted.
+        #: The ids of the passes that have succeeded, in the order in which this worker learned of
+        #: the successes.
         self._successes: list[int] = []
         #: By worker, how many ids from the beginning of `_successes` were sent to that worker.
         self._successes_told: dict[int, int] = {}
@@ -299,8 +301,8 @@ class Context:
                     # will tell this worker how the pass ended, so the pass is dropped now. (If this
                     # worker started the pass, the pass is about to succeed, so it is not dropped.)
                     del self.passes[active.id]
-            # The plan is dropped before the sends. If only the plan still referred to some autograd
-            # nodes, threads could deadlock (see `edges.edge_of_leaf`).
+            # The plan is dropped first, while the sends still keep its autograd nodes alive. If
+            # only the plan referred to a node, threads could deadlock (see `edges.edge_of_leaf`).
             self._plan = None
             self.sends, self.recvs, self._gradients, self.writers = {}, {}, {}, set()
             known = set(self.known)

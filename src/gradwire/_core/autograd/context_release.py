@@ -4,9 +4,10 @@ The worker that releases a context need not send a message at once: the metadata
 another worker names the context. That call may be lost, or never be made. So a cleanup message
 follows soon. It names many contexts at once, and is repeated until it is answered.
 
-When a worker is lost, the contexts that it created are released. Suppose a third worker created a
-context, and only messages from the lost worker made it known here. Then the creator would not tell
-this worker of the release. So this worker *joins* the context: it asks the creator for a notice.
+When a worker is lost, the contexts that it created are released. But this worker may also have a
+context that a third worker created, and may know it only from messages of the lost worker. The
+creator may not know that this worker has the context, and the lost worker can no longer pass on the
+notice of the release. So this worker *joins* the context: it asks the creator for a notice.
 """
 
 from __future__ import annotations
@@ -137,10 +138,10 @@ class ContextReleases:
                 self._join(context)
 
     def _join_if_creator_is_gone(self, context: Context) -> None:
-        """Join a context that is new to this worker, if the creator of the context is gone. Joining
-        releases the context if the creator cannot be reached. Otherwise this worker would never
-        release it. (Such a context comes with a delayed call, or from a worker that has not noticed
-        the loss.)"""
+        """Join a context that is new to this worker, if the creator of the context is gone. (Such a
+        context comes with a delayed call, or from a worker that has not noticed the loss.) If the
+        creator cannot be reached, joining releases the context. Without the join, this worker would
+        never release the context."""
         if self._gone and creator(context.id) in self._gone:
             self._agent.executor.submit(lambda: self._join(context))
 

@@ -97,8 +97,8 @@ class _Tracked:
 
 
 class ParameterVersions:
-    """The parameters of a worker that may change while other code uses them, and their old
-    values."""
+    """For one worker: the parameters that may change while other code uses them, and the old values
+    of these parameters."""
 
     def __init__(self) -> None:
         #: Held while parameters are changed. A thread that saves a parameter for a backward pass
@@ -143,7 +143,8 @@ class ParameterVersions:
                 with torch._C._ExcludeDispatchKeyGuard(_COUNTS_CHANGES):
                     yield
             finally:
-                # The block may have moved the parameters to other storages, which `track` notes.
+                # The block may have moved the parameters to other storages. If so, `track` notes
+                # the new storages.
                 self.track(parameters)
                 self._note_change(parameters)
 
@@ -157,7 +158,8 @@ class ParameterVersions:
         if tracked is None:
             forget = partial(self._forget, id(parameter))
             tracked = self._tracked[id(parameter)] = _Tracked(weakref.ref(parameter, forget))
-        # The ids differ if the parameter is new here, or was given another storage.
+        # The recorded storage id differs from the present one if the parameter was not tracked
+        # before, or was given another storage.
         if tracked.storage_id != storage:
             tracked.is_fixed = storage in self._versions or is_shared(parameter)
             tracked.former_storages.clear()
@@ -236,8 +238,8 @@ class ParameterVersions:
         self.count_changes()
 
     def count_changes(self, *, wait: bool = True) -> None:
-        """Raise torch's version counters for the changes of parameters that they do not show yet.
-        Do nothing if other threads may be saving tensors now.
+        """Raise torch's version counters for the uncounted changes: the changes of parameters that
+        the counters do not show yet. Do nothing if other threads may be saving tensors now.
 
         Without `wait`, also do nothing if another thread is changing parameters, because that
         thread will count the changes when it is done.
@@ -278,9 +280,9 @@ class ParameterVersions:
     def pack(self, tensor: Tensor) -> Saved:
         """Return the record that the graph keeps instead of a tensor that an operation saves. Torch
         calls this for each saved tensor."""
-        # An operation may save its own result. The result refers to the operation's node, and the
-        # node refers to the tensors that it has saved. With an alias that has no history, this is
-        # no reference cycle.
+        # An operation may save its own result. The result refers to the operation's node. If the
+        # node also referred to the result, that would be a reference cycle. So the node gets an
+        # alias that has no history, and therefore does not refer to the node.
         alias = tensor.detach() if tensor.requires_grad else tensor
         storage = find_storage_id(alias)
         if storage not in self._versions:
@@ -375,9 +377,10 @@ def untracked() -> Iterator[None]:
 
     Most transforms of ``torch.func`` need this, because they refuse to run with hooks for saved
     tensors. A tensor that is saved inside the block is not protected against optimizer steps: after
-    a step, the backward that needs the tensor fails. (There is one exception. If some function that
-    uses parameters is running on the worker at every moment from the step to the backward, the step
-    is not noticed. The backward then uses the new values.)
+    a step, the backward that needs the tensor fails. (There is one exception. Torch can learn of a
+    step only at a moment when no other function that uses parameters is running on the worker. If
+    there is no such moment between the step and the backward, the backward does not fail, but uses
+    the new values.)
 
         >>> with untracked():                              # doctest: +SKIP
         ...     slope = torch.func.grad(loss)(weight)

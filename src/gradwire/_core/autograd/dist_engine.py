@@ -171,8 +171,8 @@ class DistEngine:
         self, worker: int, packed: Packed, seconds: float, recorded_in: Context | None
     ) -> Future[Any]:
         """Send a message of a pass to another worker. Return a future of the packed answer. If
-        `recorded_in` is given, record the message there, so that its gradients can be
-        differentiated again."""
+        `recorded_in` is not None, record the message in that context, so that the gradients in the
+        message can be differentiated again."""
         encoded = self.agent.codec.encode_with_tensors(*packed)
         tags = None if recorded_in is None else self._tags(recorded_in, worker, encoded)
         return self.agent.sender.request_encoded(
@@ -248,7 +248,8 @@ class DistEngine:
         asked = unpack_request(*request.decode())
         sender, pass_id, share = request.caller.id, asked.pass_id, asked.share
         context = self._contexts.find(asked.context_id)
-        # Without the context, no message sent in it has arrived, so this worker has no gradients.
+        # If this worker does not have the context, it has received no message that was sent in the
+        # context. So it has no gradients to send back.
         if context is None:
             self._answer_without_part(request, asked.message)
             return

@@ -76,7 +76,8 @@ def edge_of_leaf(leaf: Tensor) -> GradientEdge:
     return _make_edge((*alias_node.next_functions[0], *more))
 
 
-#: Makes an edge from a tuple of its fields, without the Python code of the class.
+#: Makes an edge from a tuple of its fields. This is faster than the class's own `__new__`, which is
+#: a Python function.
 _make_edge: Callable[[tuple[Any, ...]], GradientEdge] = partial(tuple.__new__, GradientEdge)
 #: In some versions of torch, `GradientEdge` has more fields than the node and the number of its
 #: output. These are the values of those fields. The first of them may be an object that must live

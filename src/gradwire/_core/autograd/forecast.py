@@ -32,8 +32,9 @@ class SendAnswer(NamedTuple):
     gradients: list[Gradient] | None
 
 
-#: What a worker tells itself when the sender and the receiver of a message are the same worker: an
-#: answer with gradients, a forecast, or the id of a send for which it needs a forecast.
+#: What a worker tells itself in a pass, for example because it called itself in the forward pass.
+#: It is one of three things about a message that the worker sent: the gradients of its tensors, a
+#: forecast, or only the id of the message, which asks for a forecast.
 OwnMessage = SendAnswer | SendForecast | int
 
 
@@ -60,7 +61,8 @@ class Forecast:
         to_myself: list[OwnMessage],
     ):
         """`answers`: the gradients that have arrived so far, by id of the sent message. The
-        `PassState` keeps adding to it. `to_myself`: the list for messages to this worker itself."""
+        `PassState` keeps adding to it. `to_myself`: a list to which the `Forecast` adds its
+        questions and forecasts about messages that this worker has sent to itself."""
         self._worker_id = worker_id
         self._plan = plan
         self._answers = answers

@@ -29,16 +29,16 @@ class GraphTask:
 
     def __init__(self) -> None:
         self._number = -1
-        #: The dictionaries to which hooks for this task were added. The task is the key of each
-        #: hook.
+        #: The dictionaries of tensor hooks to which hooks for this task were added. The key of
+        #: each added hook is the task, so `remove_hooks` can find it.
         self.hooked: list[MutableMapping[Any, Any]] = []
 
     def make_first_node(self) -> tuple[Tensor, GradientEdge]:
         """Make an autograd node that torch runs before all others, with a hook that notes the
         number of this task.
 
-        Returns a leaf and an edge. Torch runs the node if the task begins at the edge, among
-        others, and is asked for the gradient of the leaf.
+        Return a leaf and an edge. The caller must add the edge to those where the task begins, and
+        must ask the task for the gradient of the leaf. Otherwise torch does not run the node.
         """
         leaf = torch.zeros((), requires_grad=True, device="cpu")
         node: Any = make_alias(leaf, large=False).grad_fn

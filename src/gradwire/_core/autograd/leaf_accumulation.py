@@ -75,8 +75,9 @@ def _run(leaves: Sequence[Tensor], gradients: Gradients) -> None:
 
 
 class _GradientSource(torch.autograd.Function):
-    """A function whose backward gives each leaf its gradient, or None. The leaves cannot simply be
-    the roots of a backward, because each root must have a gradient."""
+    """An autograd function. Its backward gives each leaf its gradient, or None if the pass found
+    none. The leaves cannot themselves be the roots of a backward: each root must have a gradient,
+    but the hooks of a leaf without a gradient must run too."""
 
     @staticmethod
     def forward(ctx: Any, gradients: Gradients, *_leaves: Tensor) -> Tensor:

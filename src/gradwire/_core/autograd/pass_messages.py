@@ -1,9 +1,9 @@
 """The messages in which workers tell each other about contexts and backward passes.
 
 Messages are encoded with `marshal`, which accepts plain tuples only. So each message has a named
-type here, and only this module *packs* it, that is, turns it into a plain tuple, and unpacks it.
-Both use C functions where they can, because every call and every pass needs them. The gradients are
-sent next to the marshalled value, as tensors.
+type here. Only this module *packs* messages, that is, turns them into plain tuples, and unpacks
+them. It uses C functions for this work where it can, because every call and every pass needs it.
+The gradients are sent next to the marshalled value, as tensors.
 """
 
 from __future__ import annotations
@@ -74,9 +74,10 @@ class PassOptions(NamedTuple):
 class ShortcutOffer(NamedTuple):
     """An offer to skip a worker that received a tensor and returned it unchanged.
 
-    The gradient of the returned tensor is also the gradient of the original tensor. The worker that
-    gets this offer sent the original, and will have that gradient. So it can use the gradient
-    itself, and need not send it to the worker that makes the offer and get it back.
+    Worker A sent a tensor to worker B, and B returned it unchanged. In the backward pass, A finds
+    the gradient of the returned tensor. The tensor that A sent has the same gradient. Without a
+    shortcut, A sends the gradient to B, and B sends it back unchanged. So B offers that A uses the
+    gradient directly.
     """
 
     #: The id of the message that returned the tensor.
@@ -84,7 +85,7 @@ class ShortcutOffer(NamedTuple):
     #: The position of the tensor in the message that returned it.
     position: int
     #: The id of the message in which the worker that makes the offer received the tensor. That
-    #: message had no other tensor.
+    #: message had no other differentiable tensor, so the position there is 0.
     sent_in: int
 
 
@@ -105,8 +106,11 @@ PackedAnswer = tuple[int, PackedGradients]
 
 
 class PassMessage(NamedTuple):
-    """What one worker tells another in a backward pass. Below, a *send* is a message of the forward
-    pass with differentiable tensors."""
+    """What one worker tells another in a backward pass.
+
+    Below, *this worker* is the one that sends the `PassMessage`, and the *other worker* is the one
+    that gets it. A *send* is a message of the forward pass with differentiable tensors.
+    """
 
     #: The ids of this worker's sends to the other worker that wait for gradients. Only the first
     #: message of a pass to the other worker has them.
@@ -175,8 +179,8 @@ def unpack_request(value: Any, gradients: Sequence[Tensor]) -> PassRequest:
 
 
 def unpack_message(value: Any, gradients: Sequence[Tensor]) -> PassMessage:
-    """Return the answer to a request. It travels as the fields of the message but the last, which
-    are marshalled, and the last, the gradients."""
+    """Return the answer to a request. `value` has all fields of the answer except the gradients,
+    which were sent separately, as tensors."""
     return make_message((*value, gradients))
 
 

@@ -15,7 +15,7 @@ class PassPhase(IntEnum):
 
     #: Another worker has told this worker that the pass exists.
     KNOWN = 0
-    #: A thread of this worker plans its part of the pass, or has planned it.
+    #: This worker plans its part of the pass, or has planned it.
     BEGUN = 1
     #: The pass has succeeded on all workers, and can no longer fail.
     COMMITTED = 2

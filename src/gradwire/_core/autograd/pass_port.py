@@ -23,8 +23,8 @@ class PassPort(Protocol):
 
     info: WorkerInfo
     versions: ParameterVersions
-    #: For each thread that waits in the middle of a region's run until another worker sends a
-    #: gradient: the `Send` of that gradient. Only tests read this list.
+    #: For each thread that waits for gradients in the middle of a region's run: the `Send`, that
+    #: is, the sent message, for whose tensors the gradients are. Only tests read this list.
     gate_waits: list[Send]
 
     #: Functions that return groups of leaves whose gradients torch itself must accumulate into
@@ -36,9 +36,11 @@ class PassPort(Protocol):
     def tell(
         self, worker: int, packed: Packed, seconds: float, recorded_in: Context | None
     ) -> Future[Any]:
-        """Send a message of the pass to another worker. Return a future of the packed answer. If
-        `recorded_in` is given, record the message there, so that its gradients can be
-        differentiated again."""
+        """Send a message of the pass to another worker. Return a future of the packed answer.
+
+        `recorded_in`: None, or the context in which to record the message, so that the gradients in
+        the message can be differentiated again.
+        """
 
     def ask(
         self, worker: int, packed: Packed, seconds: float, recorded_in: Context | None

@@ -50,8 +50,8 @@ class PassState:
         self, worker_id: int, parent: int | None, options: PassOptions, *, into_grad: bool = False
     ):
         """`parent`: the worker to notify when this worker's part is done (see `termination`).
-        `into_grad`: torch adds gradients to `.grad` during its runs, so every region (part of the
-        graph) must run."""
+        `into_grad`: torch adds gradients to `.grad` during its runs. Then torch runs every region
+        (part of the graph), even one that only passes a gradient on."""
         self.worker_id = worker_id
         self.termination = TerminationDetector(parent)
         self._options = options
@@ -68,8 +68,8 @@ class PassState:
         #: By worker: the packed answers to send to that worker, and the gradients that are sent
         #: separately with them.
         self._outbox: dict[int, tuple[list[PackedAnswer], list[Tensor]]] = {}
-        #: What this worker must tell itself. There is such a message if this worker has called
-        #: itself in the forward pass, or if it uses a shortcut.
+        #: What this worker must tell itself. The list stays empty unless this worker has called
+        #: itself in the forward pass, or uses a shortcut.
         self.to_myself: list[OwnMessage] = []
         #: The attribute stays None in most passes, because they need no forecasts.
         self._forecast: Forecast | None = None
@@ -223,9 +223,9 @@ class PassState:
             if brought is NOTHING:
                 brought = None
             elif brought is None:
-                # The run gave no gradient for this received tensor. If the run nevertheless reached
-                # the node of the tensor, the worker that sent the tensor must still run the nodes
-                # behind it.
+                # The run found no gradient for this received tensor, but it may have reached the
+                # node of the tensor. If so, the worker that sent the tensor must still run the
+                # nodes that computed it. NOTHING tells that worker so.
                 reach = self._examine(region)
                 brought = NOTHING if reach.includes(recv.recv_nodes[position]) else None
             self.settle(recv.id, position, brought)
@@ -307,7 +307,8 @@ class PassState:
             gradient = given[position] if position < len(given) else None
             if gradient is None:
                 continue
-            # The gradient of a leaf that was itself sent is taken out, because no run needs it.
+            # Remove the gradient of a leaf that was itself sent from the answer. No run of torch's
+            # engine needs this gradient.
             given[position] = None
             leaf = send.proxies[position]
             if gradient is not NOTHING and self._is_wanted(leaf):
@@ -317,7 +318,9 @@ class PassState:
             return
         region.out -= 1
         if region.queued:
-            return  # The run of the region waits for this answer, and will find it.
+            # The region does not have to be queued again. If its run needs this answer, the run
+            # waits for it and reads it from `self.answers`.
+            return
         count = len([gradient for gradient in given if gradient is not None])
         region.has_gradient |= count > 0
         reach = region.reach
@@ -333,8 +336,9 @@ class PassState:
     # -- answering
 
     def _answer_unknown(self, sender: int, sends: Sequence[int]) -> None:
-        """Answer that messages which never arrived on this worker have no gradients. `sends`: the
-        messages that wait for gradients at their sender."""
+        """Queue an answer for each message that never arrived on this worker. The answer says that
+        the tensors of the message have no gradients. `sends`: the ids of the messages from the
+        worker `sender` that wait for gradients there."""
         for send_id in sends:
             if send_id not in self.plan.recvs:
                 self._add_answer(sender, send_id, None)
@@ -373,9 +377,12 @@ class PassState:
             self._add_answer(reply.sender, message_id, gradients)
 
     def _use_shortcut(self, reply: Reply, position: int, send_id: int) -> None:
-        """Use a gradient on this worker instead of sending it away. The tensor was sent away in the
-        message `send_id`, and was returned in the message that `reply` answers. So the same
-        gradient is the answer to `send_id`."""
+        """Use a gradient on this worker instead of sending it to another worker.
+
+        This worker sent a tensor in the message `send_id`. The other worker returned the tensor
+        unchanged, in the message that `reply` answers, at `position`. So the gradient of the
+        returned tensor is also the gradient of the tensor in `send_id`.
+        """
         gradient = reply.gradients[position]
         if gradient is not None:
             reply.gradients[position] = PASSED_ON
@@ -490,8 +497,8 @@ class PassState:
         )
 
     def _conclude(self) -> None:
-        """If this worker has no work of its own left, tell the termination detector. Called after
-        every change of the state."""
+        """Tell the termination detector if this worker has no work of its own left. The other
+        methods call this method after every change of the state."""
         if not self._outstanding and not (
             self.to_myself or self._must_accumulate or self._accumulating
         ):

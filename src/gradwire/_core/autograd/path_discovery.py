@@ -128,7 +128,8 @@ class PathDiscovery:
     def __init__(self, me: int, summary: GraphSummary, outputs: Iterable[Target | None]):
         #: The target of each sent tensor, from all summaries that have arrived.
         self._targets: dict[SentTensor, Target] = {}
-        #: The targets that each junction of these summaries stands for.
+        #: The targets that each junction stands for, from all summaries that have arrived. The
+        #: number of a junction is its position in this list.
         self._junctions: list[Collection[Target]] = []
         #: Maps each sent tensor to the worker that has received it.
         self._receivers: dict[SentTensor, int] = {}

@@ -54,7 +54,9 @@ class Root:
     def __init__(self, tensor: Tensor, gradient: Tensor):
         self.tensor = tensor
         self.gradient = gradient
-        self.id = 0  # No message has this id.
+        # Code that handles roots and sent messages alike looks for messages by this id. No message
+        # has the id 0, so it finds none for a root.
+        self.id = 0
 
 
 def make_roots(
@@ -396,9 +398,9 @@ class Plan:
         if wanted and len(self.regions) == 1:
             (region,) = self.regions
             if not (region.leaves or region.recv_nodes):
-                # If there is only one root, torch calls its hooks even if no path leads from it to
-                # a tensor whose gradient is asked for. A region without leaves would not be run, so
-                # these tensors are listed as its leaves.
+                # If there is only one root, torch calls the hooks of the root even if no path leads
+                # from it to a wanted tensor. But a region without leaves would not be run. So the
+                # wanted tensors are listed as the leaves of the region.
                 region.leaves += wanted
 
     def _entries_of(self, send: Send) -> list[Entry]:

@@ -10,9 +10,10 @@ Two textbook algorithms find these nodes. A search from each entry that is alive
 that it reaches as alive, like the mark phase of a garbage collector (J. McCarthy, 1960). To find
 the dead nodes, each node has a count of the edges into it that are not known to be dead. A node
 whose count drops to 0 is dead, and so are the edges out of it, as in Kahn's topological sorting (A.
-B. Kahn, 1962). This class differs from the textbook in two ways. It learns about the entries one at
-a time and in any order, and the counting down stops at nodes that are alive. A node is visited at
-most three times: to count, to mark it as alive, and to rule it out.
+B. Kahn, 1962). The class `Reachability` differs from the textbook in two ways. It learns about the
+entries one at a time and in any order, and it stops counting down at nodes that are alive. It
+visits a node at most three times: to count the edges, to mark the node as alive, and to find that
+the node is dead.
 """
 
 from __future__ import annotations
@@ -74,8 +75,8 @@ class Reachability:
 
     def alive(self) -> Collection[Any]:
         """Return the nodes that are known to get a gradient. If gradients enter the region at one
-        place only, the result may contain only recv nodes (the nodes that received tensors come
-        from)."""
+        place only, all nodes except recv nodes (the nodes that received tensors come from) may be
+        missing from the result."""
         return self._alive
 
     def resolve(self, send: int, position: int, *, alive: bool) -> Sequence[ReceivedTensor]:

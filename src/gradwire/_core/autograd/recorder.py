@@ -79,8 +79,9 @@ class Recorder(Interceptor):
             self._engine.record_send(tags, context, request.caller.id, request.subject, tensors)
 
     def waiting(self, tags: Tags) -> None:
-        """Plan the next backward pass as far as possible, while this worker waits after a message
-        with tensors that require gradients."""
+        """Plan the next backward pass as far as possible, if the message with these tags had
+        tensors that require gradients. The message was just sent, and this thread has nothing else
+        to do until another worker sends something."""
         packed = tags.get(TAG)
         if packed is not None:
             metadata = unpack_metadata(packed)
@@ -92,15 +93,16 @@ class Recorder(Interceptor):
 
 @contextmanager
 def _no_grad(recording: AbstractContextManager[object] | None) -> Iterator[None]:
-    """Disable gradients for a function that was called under `torch.no_grad()`. `recording` is
-    another context manager for the run of the function, or None."""
+    """Return a context manager for the run of a function that was called under `torch.no_grad()`.
+    It disables gradients, and also enters the context manager `recording`, unless that is None."""
     with torch.no_grad(), recording or nullcontext():
         yield
 
 
 def _refuse(tensor: Tensor) -> None:
-    """Raise if the current code runs in an autograd context, because calls cannot carry the
-    gradient of this tensor back. The gradient would be lost."""
+    """Raise an error if the current code runs in an autograd context. The codec calls this function
+    for a tensor that requires gradients, but whose gradient gradwire cannot send back. Without the
+    error the gradient would be lost."""
     if current_id.get() is not None:
         raise EncodingError(
             f"a {type(tensor).__name__} of layout {tensor.layout} that requires gradients cannot "

@@ -30,8 +30,8 @@ from gradwire._core.autograd.pass_messages import PassOptions
 from gradwire._core.autograd.pass_state import PassState
 from gradwire._core.autograd.plan import Region, Root
 
-# `torch.autograd.grad` also calls this function, but it first makes checks that take as long as the
-# run of a small graph.
+# The function that runs torch's engine. `torch.autograd.grad` calls it too, but first makes checks
+# that take as long as the run of a small graph.
 run_backward = Variable._execution_engine.run_backward
 
 #: The result of running a part of the graph: the gradients of its leaves, then those of the
@@ -61,7 +61,7 @@ class RegionRun:
         self._prepared = state.plan.gates
         #: The graph edges where torch begins.
         self._outputs: list[GradientEdge] = []
-        #: The gradients that torch begins with, in the order of `_outputs`.
+        #: The gradients that torch begins with, one for each edge in `_outputs`.
         self._seeds: list[Tensor] = []
         #: The sent tensors whose gradients the run will wait for.
         self.gates: list[tuple[Send, int]] = []
@@ -78,11 +78,11 @@ class RegionRun:
                 else:
                     gradient = answer[position] if answer and position < len(answer) else None
             if gradient is NOTHING:
-                # Torch needs a gradient for each edge that it begins at. If the gradient has not
-                # arrived yet, torch begins at a gate instead, a node with a hook that waits for the
-                # gradient. A gate is also used if the backward of the receiver has reached the
-                # tensor but found no gradient, because torch must still run the nodes that computed
-                # the tensor.
+                # Torch needs a gradient for each edge that it begins at, but there is none yet. So
+                # torch begins at a gate instead: a node with a hook that waits for the gradient. A
+                # gate is also used if the pass reached the tensor on the worker that received it,
+                # but brought no gradient. Torch must then still run the nodes that computed the
+                # tensor.
                 assert type(source) is Send
                 self.gates.append((source, position))
             elif gradient is not None:
@@ -135,8 +135,8 @@ class RegionRun:
 
     def _watch_recv_nodes(self, task: GraphTask, deliver: Deliver) -> Tensor:
         """Arrange that `deliver` gets the gradients of received tensors as soon as they are known.
-        Return a leaf that torch must compute the gradient of. It makes torch run a first node,
-        whose hook tells the task its number."""
+        Return a leaf. The caller must ask torch for the gradient of this leaf, or `task` does not
+        learn its own number (see `GraphTask.make_first_node`)."""
         for recv, position in self.recv_nodes:
             recv.watch(position, task, deliver)
         leaf, edge = task.make_first_node()
@@ -170,8 +170,8 @@ class RegionRun:
 #: The sequence number of a node that torch runs after all others.
 _LAST = 0
 #: Gates (nodes that wait for a gradient) have sequence numbers below this limit. All other nodes of
-#: the run have at least this number. If a run has too many gates for this limit, it uses a higher
-#: one.
+#: the run have at least this number. Torch runs nodes with higher numbers first, so it runs the
+#: gates last. If a run has too many gates for this limit, the run uses a higher limit.
 _ABOVE_GATES = 1 << 16
 
 

@@ -24,7 +24,8 @@ def find_storage_id(tensor: Tensor) -> StorageId | None:
 
 
 def use_count(storage: UntypedStorage) -> int:
-    """Return how many references there are to a storage: from tensors, and `storage` itself."""
+    """Return the number of references to a storage. Each tensor that uses the storage holds one
+    reference, and the object `storage` holds another."""
     count: int = torch._C._storage_Use_Count(storage._cdata)
     return count
 
@@ -38,7 +39,7 @@ def is_shared(parameter: Tensor) -> bool:
 
 
 def keep_one_free(storages: list[UntypedStorage]) -> UntypedStorage | None:
-    """Remove storages that no tensor uses from a list, but keep one of them. Return the unused
+    """Remove from a list the storages that no tensor uses, but keep one of them. Return the unused
     storage that was kept, or None if tensors use all storages of the list."""
     free = [storage for storage in storages if use_count(storage) == 1]
     storages[:] = [storage for storage in storages if storage not in free[1:]]

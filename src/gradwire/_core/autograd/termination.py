@@ -7,11 +7,14 @@ the *parent* of that worker. So the workers form a tree, and the worker that sta
 root. When a worker and all its children are done, it tells its parent. When the root and all its
 children are done, all workers are done.
 
-Ours differs in three ways. Dijkstra and Scholten acknowledge every message, and a worker counts the
-acknowledgements that it waits for; here each worker simply says in its answer whether it is a
-child. In a pass started by `grad`, all workers are children of the worker that started it, which
-tells each of them of the pass itself. And a worker has no second parent in the same pass, because
-it never becomes active again after it is done.
+This implementation differs in three ways:
+
+- Dijkstra and Scholten acknowledge every message, and a worker counts the acknowledgements that it
+  waits for. Here a worker says in its answer whether it is a child of the worker it answers.
+- In a pass started by `grad`, all workers are children of the worker that started the pass, because
+  that worker itself tells each of them of the pass.
+- A worker has no second parent in the same pass, because it never becomes active again after it is
+  done.
 """
 
 from __future__ import annotations
@@ -53,8 +56,9 @@ class TerminationDetector:
 
     def hear_from(self, worker: int, relation: Relation, answers_first: bool) -> None:
         """Record what another worker says: whether it is a child of this worker and, if so, whether
-        it is done. `answers_first`: the other worker says so in its answer to the first message
-        from this worker."""
+        it is done. `answers_first` says that this is the other worker's answer to the first message
+        from this worker. After that answer, this worker waits for the other one only if it is a
+        child that is not done."""
         self.involved.add(worker)
         if answers_first or relation == CHILD_DONE:
             self.waits_for.discard(worker)
@@ -73,7 +77,8 @@ class TerminationDetector:
 
     def tell(self, worker: int) -> bool:
         """Record that this worker sends another worker a message or an answer, and so tells it of
-        the pass. Return whether that worker was still in `untold`."""
+        the pass. Return whether that worker was in `untold`, the set of workers that this worker
+        must still tell."""
         self.involved.add(worker)
         first = worker in self.untold
         if first:

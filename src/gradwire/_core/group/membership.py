@@ -85,8 +85,8 @@ def is_gone(member: Member, transports: Sequence[Transport]) -> bool:
     """Return True if a member has ended, so that its addresses refuse connections. Return False if
     the member does not answer or cannot be reached, because it may still be running."""
     them = Greeting(member.info.id, member.info.name, member.incarnation)
-    # No worker has this id. So when this connection ends, the member does not conclude that a
-    # worker is lost.
+    # A worker that tries to connect greets the member with an id that no worker has. So when the
+    # connection ends, the member does not conclude that a worker is lost.
     me = Greeting(_NO_ID, "newcomer", "")
     refusals = 0
     for address in member.addresses:
@@ -115,11 +115,12 @@ class Membership(Protocol):
     fixed: bool
 
     def choose_id(self, name: str, rank: int, is_gone: Callable[[Member], bool]) -> int:
-        """Return the id for a new worker. This is its rank, unless it has none or joins again.
+        """Return the id for a new worker. This is the worker's rank, unless the worker has no rank
+        or, in an open group, an earlier member with that id has left.
 
-        An open group never gives the same id twice, because RRefs and contexts of the first worker
-        may still exist. So a worker that joins again gets a new id. `is_gone` tells whether a
-        member has ended without leaving. If it has, the new worker may use its name."""
+        An open group never gives an id twice, because RRefs and contexts of the earlier member may
+        still exist. `is_gone` tells whether a member has ended without leaving. The new worker may
+        have the same name as such a member."""
 
     def join(self, member: Member) -> None:
         """Add this worker. In a group of fixed size, return when all workers have joined. Raise
@@ -146,7 +147,7 @@ class LocalMembership:
     def __init__(self, size: int | None = None):
         self.fixed = size is not None
         self._members: dict[int, Member] = {}
-        #: The ids of members that have left. A worker with such a rank gets a new id.
+        #: The ids of members that have left. A worker whose rank is one of them gets a new id.
         self._former: set[int] = set()
         self._more_ids = itertools.count(_HIGHEST_ID, -1)
         self._lock = threading.Lock()
@@ -230,7 +231,7 @@ class StoreMembership:
             return rank
         for holder in {self.by_name(name), self.by_id(rank)}:
             if holder is not None and is_gone(holder):
-                # That worker ended without leaving, so its entry is removed here.
+                # The member with this name or id ended without leaving, so remove its entry.
                 self.leave(holder)
         if rank >= 0 and self._look(f"member/{rank}") != _LEFT:
             return rank
@@ -250,7 +251,8 @@ class StoreMembership:
             self._claim(f"member/{info.id}", f"worker id {info.id}", member)
             self._set(f"joined/{self._count('joined')}", str(info.id))
         except BaseException:
-            # The name may have been written before the error, so it is removed again.
+            # Before the error, the worker's name may have been written to the store. In an open
+            # group, `leave` removes the name.
             self.leave(member)
             raise
         if self._size is None:
@@ -368,8 +370,9 @@ class StoreMembership:
 
 
 def _with_timeout(query: Callable[..., T], *args: Any) -> T:
-    """Return the result of a query to the store. A separate thread runs the query, because torch
-    waits forever if the process that hosts the store is frozen."""
+    """Return the result of a query to the store. Raise TimeoutError if the store does not answer in
+    time. A separate thread runs the query, because torch waits forever if the process that hosts
+    the store is frozen."""
     answer: Future[T] = Future()
 
     def run() -> None:

@@ -52,7 +52,7 @@ logger = logging.getLogger("gradwire")
 
 T = TypeVar("T")
 
-#: The agents of this process.
+#: All agents of this process. A forked child gives them up, because they belong to its parent.
 _agents: weakref.WeakSet[Agent] = weakref.WeakSet()
 
 
@@ -251,8 +251,9 @@ class Agent:
             self.poller.close()
 
     def close(self, deadline: float) -> None:
-        """Say goodbye to the peers, end all connections and threads, and leave the group. Wait for
-        functions that are still running until `deadline`, but not for other workers."""
+        """Say goodbye to the peers, end all connections and threads, and leave the group. If
+        functions are still running, wait for them, but not longer than until `deadline`. Do not
+        wait for other workers."""
         with self._lock:
             if self._closing:
                 return

@@ -36,7 +36,8 @@ class Decoder:
                 for interceptor in self._interceptors:
                     on_receive = interceptor.arriving(sender, tags) or on_receive
             except Exception:
-                # Decode the value nevertheless: when the RRefs in it are created and dropped, their
+                # An interceptor has failed, so nobody will use the value. It is decoded
+                # nevertheless: this creates the RRefs in the value. When they are dropped, their
                 # owners learn that this worker does not use them.
                 self._codec.decode(payload, buffers, None, is_call)
                 raise

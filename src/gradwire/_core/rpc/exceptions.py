@@ -57,8 +57,9 @@ def encode_exception(codec: Codec, error: BaseException, where: str) -> Encoded:
             inner = codec.encode((type(error), args if whole else _sendable(args), state))
         except Exception:
             continue
-        # The exception is a pickle inside a pickle, so that a worker that cannot import its class
-        # can still decode the summary.
+        # The exception is a pickle inside a pickle. A worker that cannot import the class of the
+        # exception can still decode the outer pickle, which has the name of the class, the text of
+        # the exception and its traceback.
         encoded = codec.encode((summary, inner.whole_payload()))
         encoded.buffers, encoded.attachments = inner.buffers, inner.attachments
         return encoded
@@ -101,8 +102,8 @@ def decode_exception(
         where = f"{call} on worker {worker!r} raised " if call else ""
         error = RemoteError(f"{where}{name}: {text}", worker=worker, call=call)
     if isinstance(error, CallError):
-        # This worker called a function on the other worker. That function did run; it raised this
-        # error because a call that it made itself failed.
+        # The function that this worker called did run. It raised this error because a call that
+        # it made itself failed, and until now `may_have_run` was about that other call.
         error.may_have_run = True
     error.__cause__ = RemoteTraceback(trace)
     return error

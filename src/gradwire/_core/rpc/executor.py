@@ -144,8 +144,9 @@ class Executor:
         """Run a user function at once, or append it to the backlog if the limit is reached. The
         leader calls this."""
         if self._counted >= self.limit:
-            # Held so that no function ends between this check and the append. The end of a function
-            # starts the functions in the backlog, and would miss this one.
+            # The lock is held so that no function ends between the check below and the append. The
+            # end of a function starts the functions in the backlog. If it came before the append,
+            # it would miss this function.
             with self._lock:
                 if self._counted >= self.limit:
                     self._backlog.append(partial(work, *args))
@@ -198,8 +199,8 @@ class Executor:
         """Count the calling thread towards the limit of user functions again, after a wait."""
         with self._lock:
             thread = self._worker_threads[get_ident()]
-            # If this wait contained another wait, the end of that one has counted the thread
-            # already.
+            # If there was another wait inside this wait, the end of the inner wait has counted the
+            # thread already.
             if not thread.counted:
                 thread.counted = True
                 self._counted += 1
@@ -323,9 +324,9 @@ class Executor:
                     return True
                 self._busy = False
                 thread.remainder = None
-                # The thread stayed the leader during a wait, because no other thread could be
-                # started. The end of the wait has counted the thread, but the leader must not
-                # count.
+                # The leader does not count towards the limit of user functions. But if it stayed
+                # the leader during a wait, because no other thread could be started, then
+                # `end_blocking` has counted it. That is undone here.
                 if thread.counted:
                     self._uncount(thread)
             callback = poller.next()

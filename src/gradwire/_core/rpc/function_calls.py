@@ -115,9 +115,9 @@ class FunctionCalls:
         fail: Fail,
         error: BaseException | None,
     ) -> None:
-        """Run a function on a thread of the executor, now that the RRefs in its arguments are
-        confirmed. If `error` is not None, an RRef could not be confirmed. Then the function does
-        not run, and `fail` gets the error."""
+        """Go on with a call that has waited until the RRefs in its arguments are confirmed. If
+        `error` is None, all of them are: run the function on a thread of the executor. Otherwise
+        the confirmation of an RRef has failed: pass the error to `fail`."""
         if error is not None:
             fail(error, call_name(func))
         else:

@@ -88,7 +88,8 @@ class Future(torch.futures.Future, Generic[T]):  # type: ignore[type-arg]
     def complete(self, value: Any, error: BaseException | None) -> None:
         """Complete the future, but do not run its callbacks; `run_callbacks` does that."""
         try:
-            self._open.pop()  # Only one thread succeeds. The others get an IndexError.
+            # Only one thread can remove the item. In any other thread, `pop` raises IndexError.
+            self._open.pop()
         except IndexError:
             raise RuntimeError(
                 f"Future can only be marked completed once: that of {self._name} is done already"
@@ -96,15 +97,18 @@ class Future(torch.futures.Future, Generic[T]):  # type: ignore[type-arg]
         try:
             if error is not None:
                 self._failure = _Failure(error)
-                # C++ code, for example `torch.futures.wait_all`, raises the error by calling this.
-                # C++ must not own the error: the error's traceback refers to frames that refer to
-                # this future, and the garbage collector cannot break a cycle through C++.
+                # Torch's C++ code, for example in `torch.futures.wait_all`, calls `unwrap` to raise
+                # the error. `unwrap` has only a weak reference to the failure, because C++ owns
+                # `unwrap`. A strong reference would make a cycle: the error's traceback
+                # refers to frames, and these may refer to the future. Python's garbage collector
+                # cannot break a cycle through C++.
                 unwrap = partial(_raise_failure, weakref.ref(self._failure), repr(error))
                 self._set_unwrap_func(unwrap)
                 value = None
             super().set_result(value)
         except BaseException:
-            # An interrupt came first. Now another thread may complete the future.
+            # If an interrupt came before the future was completed, the item of `_open` is put back,
+            # so that another thread can complete the future.
             if not self.done():
                 self._open.append(True)
             raise
@@ -223,8 +227,8 @@ def _check_callback(callback: Any) -> None:
 
 
 def _run_all(callbacks: list[Callable[[], None]]) -> None:
-    """Run and remove the callbacks. Each one runs once, even if several threads call this at a
-    time."""
+    """Run and remove the callbacks. Each callback runs once, even if several threads call this
+    function at the same time."""
     while callbacks:
         try:
             callback = callbacks.pop(0)
@@ -270,8 +274,8 @@ class _Relay:
 
 
 def when_all(futures: Iterable[Any], then: Callable[[BaseException | None], None]) -> None:
-    """Call `then` when all futures are done, with the error of the first future in the list that
-    has one, or with None."""
+    """Call `then` with one argument when all futures are done: None if all have succeeded,
+    otherwise the error of the first failed future in the list."""
     waiting = list(futures)
     if not waiting:
         then(None)

@@ -32,10 +32,10 @@ class Liveness:
         self._peers = peers
         self._executor = executor
         self._interval = options.heartbeat_interval
-        # `heartbeat_limit` is the time from the peer's last message until the connection ends. The
-        # heartbeat is sent one interval after that message, so this is the time that remains. It is
-        # measured from the heartbeat, not from the message, because this process may have been
-        # frozen before it sent the heartbeat.
+        # `heartbeat_limit` is how long a peer may be silent before its connection is ended. The
+        # heartbeat is sent after one `heartbeat_interval` of silence. The rest of the limit is the
+        # time in which the peer must answer. That time begins when the heartbeat is sent, even if
+        # the heartbeat is late because this process was frozen: the peer still gets all of it.
         self._heartbeat_timeout = options.heartbeat_limit - options.heartbeat_interval
         #: Functions that are called with each worker that is lost or has left.
         self.on_gone: list[Callable[[WorkerInfo], None]] = []

@@ -30,7 +30,7 @@ class CallChannel(Protocol):
 
 
 class OpenCall:
-    """A call that was sent, until its answer has arrived or it has failed."""
+    """A call that was sent. It is open until its answer has arrived or the call has failed."""
 
     __slots__ = (
         "attachments",
@@ -69,8 +69,8 @@ class OpenCall:
         self.channel: CallChannel | None = None
         self.reply: Frame | None = None
         self.error: CallError | None = None
-        #: Whether the call has its reply or its error. If the call has a future, that is completed
-        #: by then.
+        #: Whether the call has its reply or its error. The future of an asynchronous call is
+        #: completed before this is set, or later if the result contains unconfirmed RRefs.
         self.finished = False
         #: A lock that is held until the call is finished. Threads wait at it while another thread
         #: reads the connection.
@@ -87,7 +87,8 @@ class OpenCall:
         """Mark the call as finished and let the threads that wait for it go on."""
         self.finished = True
         self.attachments = ()
-        # The future refers to this call, so a reference back would make a cycle.
+        # The call drops its future: the future refers to the call, and the two references would
+        # make a cycle.
         self.future = None
         if self.latch is not None:
             self.open_latch()

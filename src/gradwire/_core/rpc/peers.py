@@ -197,8 +197,8 @@ class Peers:
                     self._by_id[peer.info.id] = self._by_name[peer.info.name] = peer
                     peer.channel = channel
                 if channel.end_reason is not None:
-                    # The channel ended before the line above stored it, so its own removal from the
-                    # peer came too early.
+                    # A channel that ends removes itself from `peer.channel`. This channel may have
+                    # ended before it was stored there, so it is removed here.
                     peer.channel = None
             return channel
         finally:

@@ -13,8 +13,8 @@ attributes:
 `_state`
     One of `State`. Written in one method, `ClientChannel._move`, under a lock.
 `_caller_reads`
-    Whether a caller reads. Written only by the caller, while it has the read token; so it needs no
-    lock, and a call whose thread waits for it takes none.
+    Whether a caller reads. Only a caller that has the read token writes this attribute, so the
+    attribute needs no lock. Thus most synchronous calls do not take the lock of `_state`.
 
 Which threads cause which events
 --------------------------------
@@ -42,29 +42,33 @@ being notified, or a thread is about to look.
 These rules keep the invariant true:
 
 1. *One event at a time.* A move (consult the table, arm or disarm the poller, write the state) is
-   made under a lock. So the state is ARMED only if the poller is armed or its notification is on
-   the way, and two racing events have the effect of one after the other.
-2. *First the action, then the state.* An interrupt may come between the two. If it comes after
-   arming, the poller is armed but the state is not ARMED: that costs one needless turn of the
-   leader. Disarming happens where the state is NOTIFIED, on which no thread relies, and where a
-   caller begins to read: a caller that is interrupted while it has the read token ends the
-   connection.
+   made under a lock, so two events that race are handled one after the other. The state is ARMED
+   only if the poller is armed or its notification is on the way.
+2. *First the action, then the state.* An interrupt may come after the action and before the state
+   is written. If the action was to arm the poller, the poller is armed but the state is not ARMED:
+   this costs one needless turn of the leader. The poller is disarmed in two cases. In the first,
+   the state is NOTIFIED: then no thread relies on the poller, so an interrupt does no harm. In the
+   second, a caller begins to read: a caller that is interrupted while it has the read token ends
+   the connection.
 3. *First expect, then read.* A thread adds its call to the open calls before it reads
    `_caller_reads` and `_state`. It needs no lock for this: Python's threads see each other's
-   writes in order. If a caller reads, or the state is ARMED, the thread relies on that and reports
-   nothing. In any other state it reports ANSWER_EXPECTED.
-4. *First write, then look.* The threads that undo what others rely on look afterwards. The caller
-   looks after it has cleared `_caller_reads` and given back the read token. (Not earlier: as long
-   as the token is taken, the leader cannot read.) The leader, which has replaced ARMED by NOTIFIED,
-   looks at the end of its turn. If it loses the leadership during its turn, the next leader looks
-   (see `Executor.set_successor_work`). If the leader is refused the read token, it does not look:
-   the thread that has the token will look, and will do so after the event NOTIFIED.
+   writes in order. If a caller reads, or the state is ARMED, the thread relies on the caller or the
+   poller and reports nothing. Otherwise it reports ANSWER_EXPECTED.
+4. *First write, then look.* Other threads rely on a caller that reads, and on the state ARMED. So a
+   caller that stops reading must look, and so must the leader, which replaces ARMED by NOTIFIED.
+   The caller looks after it has cleared `_caller_reads` and given back the read token. (Not
+   earlier: as long as the token is taken, the leader cannot read.) The leader looks at the end of
+   its turn. If it loses the leadership during its turn, the next leader looks (see
+   `Executor.set_successor_work`). If the leader is refused the read token, it does not look: the
+   thread that has the token will look, and will do so after the event NOTIFIED.
 
 Rules 3 and 4 are the core of Dekker's algorithm (E. W. Dijkstra, Cooperating Sequential Processes,
-1965): each side writes first, then reads what the other side writes, so at least one of them sees
-the other. If a thread still finds the old value, it has added its call before the new value was
-written, so the thread that wrote the new value finds the call when it looks. Unlike Dekker's, ours
-needs no turns: it does no harm if both sides act.
+1965): each of two sides first writes, then reads what the other side writes, so at least one of
+them sees the other. Here, one side is a thread that adds a call (rule 3), and the other side is the
+caller or the leader (rule 4). If the first side still reads the old value of `_caller_reads` or
+`_state`, it has added its call before the second side wrote the new value. So the second side finds
+the call when it looks. In Dekker's algorithm the sides must also take turns, so that only one acts.
+That is not needed here, because it does no harm if both sides act.
 
 NOTHING_EXPECTED may be out of date when it is reported. That does no harm: it disarms the poller
 only in the state NOTIFIED, and a thread that expects an answer in that state arms the poller
@@ -80,8 +84,8 @@ import enum
 
 
 class State(enum.IntEnum):
-    """Whether the poller notifies the leader when an answer arrives. The leader is the thread that
-    reads when no thread that waits for an answer does."""
+    """The states of the state machine. A state says whether the poller notifies the leader when an
+    answer arrives. The text of the module explains the poller and the leader."""
 
     #: No data is expected. The poller wakes the leader, the thread that reads for the worker, only
     #: when the peer closes the connection.
@@ -100,7 +104,7 @@ class Event(enum.IntEnum):
 
     #: An answer is expected, and no waiting thread (caller) reads.
     ANSWER_EXPECTED = 0
-    #: No answer is expected, not even a late one.
+    #: No answer is expected, not even a late answer to a call that has failed at its deadline.
     NOTHING_EXPECTED = 1
     #: A thread that waits for an answer (a caller) begins to read.
     CALLER_READS = 2
@@ -124,8 +128,8 @@ _RULES: dict[State, dict[Event, tuple[State, Action]]] = {
         Event.ANSWER_EXPECTED: (State.ARMED, Action.ARM),
         Event.NOTHING_EXPECTED: (State.IDLE, Action.NONE),
         Event.CALLER_READS: (State.IDLE, Action.NONE),
-        # In this state the leader is notified only if the peer has closed the connection, or if the
-        # poller was disarmed too late to stop the notification.
+        # The leader can be notified in the state IDLE for two reasons: the peer has closed the
+        # connection, or the poller was disarmed too late to stop the notification.
         Event.NOTIFIED: (State.NOTIFIED, Action.NONE),
         Event.CONNECTION_ENDED: (State.ENDED, Action.NONE),
     },
@@ -133,7 +137,8 @@ _RULES: dict[State, dict[Event, tuple[State, Action]]] = {
         Event.ANSWER_EXPECTED: (State.ARMED, Action.NONE),
         # The poller stays armed. This costs the leader at most one needless turn.
         Event.NOTHING_EXPECTED: (State.ARMED, Action.NONE),
-        # The poller is disarmed, because otherwise the answer would wake the leader too.
+        # The poller is disarmed, because otherwise the answer would wake both the caller and the
+        # leader.
         Event.CALLER_READS: (State.IDLE, Action.DISARM),
         Event.NOTIFIED: (State.NOTIFIED, Action.NONE),
         Event.CONNECTION_ENDED: (State.ENDED, Action.NONE),

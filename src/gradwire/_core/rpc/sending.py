@@ -198,8 +198,9 @@ class Sender:
         reply, channel = call.reply, call.channel
         assert reply is not None
         assert channel is not None
-        # The memory of the reply must be freed with the decoded tensors, so the call must not refer
-        # to it.
+        # The decoded tensors use the memory of the reply, and that memory should be freed together
+        # with the tensors. The call may exist longer than the tensors, so it must not refer to the
+        # reply.
         call.reply = None
         kind, _, tags, payload = unpack(reply.head)
         if kind == _EXCEPTION:

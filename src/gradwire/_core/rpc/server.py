@@ -175,7 +175,9 @@ class ServerChannel:
         if not executor.set_successor_work(self._serve_inbox):
             executor.post(self._serve_inbox)
             return
-        self.flush()  # The previous leader may have left answers held back.
+        # The previous leader may have held answers back, and lost the leadership before it sent
+        # them.
+        self.flush()
         while self._inbox:
             if self._blocked_senders and self._must_pause():
                 executor.set_successor_work(None)
@@ -267,8 +269,9 @@ class ServerChannel:
             return False
         self._flush_due = True
         if not executor.is_leader():
-            # Another thread has become the leader, perhaps so early that it did not see this answer
-            # when it sent the answers that were held back. So send the answer now.
+            # Another thread has become the leader. A new leader begins by sending the answers that
+            # are held back, but it may have done so before this answer was held back. So this
+            # thread sends the answer now.
             self.flush()
         return True
 
@@ -288,14 +291,15 @@ class ServerChannel:
                 self._end_blocked_send()
 
     def _begin_blocked_send(self) -> None:
-        """Let another thread serve calls while this one waits until the caller reads an answer."""
+        """Let another thread serve calls while this thread waits. This thread must wait, because
+        the connection takes no more data until the caller reads an answer."""
         self._blocked_senders.add(threading.get_ident())
         self._executor.begin_blocked_send()
 
     def _end_blocked_send(self) -> None:
-        """Note that this thread no longer waits until the caller reads an answer. If the worker has
-        stopped serving this caller because too many threads waited, it now serves the caller
-        again."""
+        """Record that this thread no longer waits for the caller to read an answer. If the worker
+        has stopped serving this caller because too many threads waited, the worker now serves the
+        caller again."""
         self._blocked_senders.discard(threading.get_ident())
         self._executor.end_blocked_send()
         if self._paused:
@@ -305,8 +309,8 @@ class ServerChannel:
     def _must_pause(self) -> bool:
         """Return whether so many threads wait for this caller that no more of its calls may be read
         or served until the caller has read an answer."""
-        # Set before the threads are counted: a thread whose wait ends after the count sees that
-        # serving is paused, and resumes it.
+        # The flag is set before the threads are counted. So a thread whose wait ends after the
+        # count finds the flag set, and makes the worker serve the caller again.
         self._paused = True
         self._paused = len(self._blocked_senders) >= self._executor.limit
         return self._paused

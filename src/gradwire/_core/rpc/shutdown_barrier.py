@@ -118,7 +118,7 @@ class ShutdownBarrier:
 
     def _note_gone(self, info: WorkerInfo) -> None:
         if not self._agent.membership.fixed:
-            return  # An open group has no barrier, so nothing waits for this worker.
+            return  # An open group has no shutdown barrier that could wait for the worker.
         with self._changed:
             self._gone.add(info.id)
             self._changed.notify_all()

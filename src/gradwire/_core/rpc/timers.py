@@ -20,9 +20,9 @@ from gradwire._core.rpc.executor import Executor
 
 logger = logging.getLogger("gradwire")
 
-#: While there is work, the timer thread checks after each such pause whether the executor's leader,
-#: the thread that reads and serves requests, is still busy with the same request. If it is, another
-#: thread becomes the leader.
+#: While there is work, the timer thread pauses for this many seconds between two checks. It checks
+#: whether the executor's leader, the thread that reads and serves requests, is still busy with the
+#: same request. If it is, another thread becomes the leader.
 WATCH_SECONDS = 0.002
 #: After this many checks without work for the executor, the timer thread stops these checks until
 #: work begins again.
@@ -42,8 +42,8 @@ class Timers:
         self._timers: list[tuple[float, int, Callable[[], None]]] = []
         self._serial = itertools.count()
         self._lock = threading.RLock()
-        #: Released to wake the thread. (Waiting for an Event holds the interpreter lock ten times
-        #: as long as waiting for a plain lock does.)
+        #: Another thread releases this lock to wake the timer thread. (It is not an Event, because
+        #: waiting for an Event holds the interpreter lock ten times as long as waiting for a lock.)
         self._wakeup = threading.Lock()
         self._wakeup.acquire()
         #: The time of the next housekeeping or delayed callback.

@@ -14,14 +14,15 @@ worker has learnt that the owner knows of this user.
    - If the parent is a user, its worker keeps it alive until the owner knows of the child.
 4. What a worker does when it receives an RRef depends on the parent.
    - The parent is on the owner: nothing, since the table lists the fork already.
-   - The parent is a user, and the receiver is the owner: the owner accepts the child. If the RRef
-     came in a call, the answer to the call tells the parent's worker; otherwise the message
-     RREF_CHILD_ACCEPT does. If the connection is lost before the answer, the parent's worker
-     revokes the fork (RREF_USER_DELETE). If the owner decodes the call after that, it refuses the
-     call.
+   - The parent is a user, and the receiver is the owner: the parent's worker must learn that the
+     RRef has arrived, because it keeps the parent alive until then. If the RRef came in a call, the
+     answer to the call shows this; otherwise the owner sends the message RREF_CHILD_ACCEPT. If the
+     connection is lost before the answer, the parent's worker revokes the fork (RREF_USER_DELETE).
+     If the owner decodes the call after that, it refuses the call.
    - The parent is a user, and the receiver is a third worker: the receiver has the owner add the
-     fork (RREF_FORK_REQUEST), and then tells the parent's worker (RREF_CHILD_ACCEPT). The value
-     that contains the RRef is not used before the owner has answered.
+     fork (RREF_FORK_REQUEST). Then it tells the parent's worker that the owner knows of the fork
+     (RREF_CHILD_ACCEPT). The value that contains the RRef is not used before the owner has
+     answered.
 5. When a user is deleted, its worker tells the owner (RREF_USER_DELETE), but only after the user
    was confirmed.
 
@@ -32,8 +33,8 @@ parents are no longer kept alive for children that were sent to it.
 This is torch's protocol ("Remote Reference Protocol" in PyTorch's documentation), a kind of
 reference listing (Birrell et al., "Distributed Garbage Collection for Network Objects", 1993): the
 owner lists the forks instead of counting them, so a repeated message does no harm. Ours differs
-from torch's in two points: the answer to a call also accepts the children in its arguments, and no
-fork is left behind when a connection or a worker is lost.
+from torch's in two points: if an RRef is sent to its owner in a call, the answer to the call takes
+the place of RREF_CHILD_ACCEPT; and no fork is left behind when a connection or a worker is lost.
 """
 
 from __future__ import annotations
@@ -217,7 +218,8 @@ class RRefs:
             raise _explain_creation_error(error)
 
     def wait_for(self, future: Future[Any], timeout: float) -> Any:
-        """Wait for a future that is completed on this worker, and return its result."""
+        """Wait until a value that this worker owns has been made, and return the value. `future` is
+        the future of the value. When the timeout passes first, raise CallTimeout."""
         if not future.done():
             done = threading.Event()
             future.add_done_callback(lambda _: done.set())
@@ -241,8 +243,8 @@ class RRefs:
         owned = self.table.get(rref_id)
         request.subject = "RRef.to_here()"
 
-        # The default argument keeps the value alive until it is sent. The table may have only a
-        # weak reference to it.
+        # The default argument of `answer` keeps the value alive until the value is sent. The table
+        # of values may have only a weak reference to the value.
         def answer(future: Future[Any], _owned: OwnedValue = owned) -> None:
             error = future.exception()
             if error is not None:
@@ -295,8 +297,8 @@ class RRefs:
         if rref._rrefs is not self:
             raise GradwireError(f"{rref!r} belongs to another worker of this process")
         fork_id = self.next_id()
-        # If the value could not be made, this raises the error here. Otherwise the receiver would
-        # wait for the value in vain.
+        # If the value could not be made, raise the error now and do not send the RRef. Otherwise
+        # the receiver would wait for the value in vain.
         self._check_creation(rref)
         if rref._owned is not None:
             self.table.add(rref._owned)
@@ -333,7 +335,8 @@ class RRefs:
         if owner_id == self.info.id:
             rref._set_up(self, rref_id, self.info, self.table.get(rref_id), 0, None)
             if parent_id == self.info.id:
-                # The owner sent the RRef to itself, so this fork is not on another worker.
+                # The owner sent the RRef to itself. The table of values lists only the forks on
+                # other workers, so remove this fork from the table.
                 self.table.delete_fork(rref_id, fork_id)
             # If an RRef came in a call, the answer to the call tells the sender that the RRef
             # arrived. Otherwise, a separate message tells the sender.
@@ -358,7 +361,7 @@ class RRefs:
                 self._agent.peers.find(parent_id).info, Kind.RREF_CHILD_ACCEPT, fork_id
             )
         except GradwireError:
-            pass  # The worker that sent the RRef is gone, so it need not be told.
+            pass  # The worker that sent the RRef is gone, so no message to it is needed.
 
     def _serve_fork_request(self, request: Request) -> None:
         rref_id, fork_id = request.decode()

@@ -32,7 +32,7 @@ class RRefOperations(Protocol):
         """Return the value of an RRef, copied from its owner."""
 
     def wait_for(self, future: Future[Any], timeout: float) -> Any:
-        """Wait for a future that is completed on this worker, and return its result."""
+        """Wait until this worker completes a future, and return the result of the future."""
 
     def call_method(
         self, rref: RRef[Any], name: str, args: Any, kwargs: Any, timeout: float
@@ -217,9 +217,10 @@ def _format_id(unique_id: int) -> str:
     return f"GloballyUniqueId(created_on={creator(unique_id)}, local_id={serial(unique_id)})"
 
 
-# The special methods that a `_Proxy` object calls on the value. They belong to operators, to
-# containers and to the with statement. Python itself looks up special methods only in the class of
-# an object. So a program that asks a `_Proxy` object for one wants the value's method.
+# The special methods that a `_Proxy` object calls on the value: the methods of operators,
+# conversions, containers and the with statement. Python looks for the `__len__` of `len(proxy)`
+# only in the class `_Proxy`. So if the `_Proxy` object itself is asked for `__len__`, a program has
+# written `proxy.__len__()`, and wants to call the method of the value.
 _METHODS = [
     *("len", "length_hint", "getitem", "setitem", "delitem", "missing", "contains", "iter", "next"),
     *("reversed", "enter", "exit", "bool", "int", "float", "complex", "index", "bytes", "fspath"),

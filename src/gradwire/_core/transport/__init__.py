@@ -17,12 +17,12 @@
 | `read_token` | lets one thread at a time read a connection |
 | `spin` | polls for a short time before a thread sleeps |
 
-There is no TLS yet. To add it, write a transport `tls` like `tcp`, whose `Stream` (see `stream`)
-wraps the socket in ssl. The listener would wrap each accepted socket in
-`StreamListener._start_handshake`; the client would wrap its socket in `TcpTransport.connect`, right
-after connecting. TLS would then encrypt the handshake of this package too, which proves the token
-as it does now. The stream would need the method `recv` for that handshake, and would have to raise
-BlockingIOError in place of ssl's own exceptions. Its `recv_into` would have to return all bytes
-that ssl has decrypted, up to the size of the buffer, because the poller notices only bytes that are
-still in the socket.
+There is no TLS yet. To add it, write a transport `tls` like `tcp`, whose `Stream` (see `stream`) is
+a socket wrapped by Python's module ssl. On the listening side, the method
+`StreamListener._start_handshake` would wrap each accepted socket. On the client's side, the method
+`TcpTransport.connect` would wrap the socket right after connecting. The handshake of this package
+would stay as it is, and TLS would encrypt it. The stream would need the method `recv` for that
+handshake, and would have to raise BlockingIOError in place of ssl's own exceptions. Its `recv_into`
+would have to return all bytes that ssl has decrypted, up to the size of the buffer, because the
+poller notices only bytes that are still in the socket.
 """

@@ -59,7 +59,8 @@ class Connection(Protocol):
 
     def try_send(self, frame: Frame) -> bool:
         """Send a small frame, or drop it if sending would block. Return False if the frame was
-        dropped because another thread is sending."""
+        dropped because another thread is sending. Return True if it was sent, and also if it was
+        dropped because the peer takes no data."""
 
     def begin_reading(self) -> bool:
         """Make this thread the reader. Return False if another thread is reading."""

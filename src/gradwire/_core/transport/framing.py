@@ -217,8 +217,8 @@ class FrameReader:
         if self._unfilled:
             return False
         assert self._large is not None
-        # A frame without a head and buffers only tells that the sender no longer uses some segments
-        # of shared memory. It carries no message, so the caller does not get it.
+        # A frame that has neither a head nor buffers carries no message, so the caller does not get
+        # it. Such a frame only lists segments of shared memory that the sender no longer uses.
         if self._large.head or self._large.buffers:
             frames.append(self._large)
         self._large = None

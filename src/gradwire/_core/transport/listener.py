@@ -43,8 +43,8 @@ def shake_hands(
     server_incarnation: str,
     descriptors: tuple[int, ...] = (),
 ) -> None:
-    """Run the client's side of the handshake, on a socket that has a timeout. Pass the file
-    descriptors to the server along with the last message."""
+    """Run the client's side of the handshake, on a socket that has a timeout. The client's last
+    message passes the file descriptors in `descriptors` to the server."""
     handshake = ClientHandshake(token, me, server_incarnation)
     sock.sendall(handshake.hello())
     response = handshake.response(_read_exactly(sock, CHALLENGE_SIZE))
@@ -157,10 +157,11 @@ class StreamListener:
         except (BlockingIOError, ConnectionError):
             pass
         except OSError as error:
-            # The process has no free file descriptors. If the loop above has accepted a client,
-            # ignore this error, because the system reports it even if no other client is waiting.
-            # Otherwise reject all pending handshakes to free descriptors. If no handshake is
-            # pending, stop watching the listening socket, so that the poller does not report the
+            # The process has no free file descriptors. `accept` then fails with this error whether
+            # or not a client is waiting. If the loop above has accepted a client, perhaps no other
+            # client is waiting, so ignore the error. If the loop has accepted no client, one is
+            # waiting, so reject all pending handshakes to free their descriptors. If no handshake
+            # is pending, stop watching the listening socket. Otherwise the poller would report the
             # waiting client again and again.
             if not has_accepted and not self._reject_older_than(0.0):
                 self._pause(error)

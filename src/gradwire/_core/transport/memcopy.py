@@ -28,7 +28,7 @@ def _choose_piece_bytes() -> int:
     of the cache is unknown, return a value for a common size."""
     with suppress(OSError):
         cache = os.sysconf(_SC_LEVEL2_CACHE_SIZE)
-        # A smaller number means that the system does not know the size of the cache.
+        # If the system reports less than 256 KiB, it does not know the size of the cache.
         if cache >= 256 << 10:
             return min(cache // 8 * 7, 4 << 20)
     return 448 << 10

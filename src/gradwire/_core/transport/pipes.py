@@ -63,8 +63,8 @@ class Pipes:
     def recv_into(self, memory: memoryview) -> int:
         count: int | None = self.incoming.readinto(memory)
         if count is None and self._hangup_for_reader.poll(0):
-            # The peer has closed the connection. Before that, but after the read above, it may have
-            # written more bytes. So read once more.
+            # The read above found no bytes, and the peer has closed the connection. Between the
+            # read and the close, the peer may have written more bytes. So read once more.
             count = self.incoming.readinto(memory) or 0
         if count is None:
             raise BlockingIOError

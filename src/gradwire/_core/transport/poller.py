@@ -92,8 +92,8 @@ class _CallbackQueue:
 
 
 class _WakeupSocket:
-    """Ends a poll from another thread: the self-pipe trick (D. J. Bernstein), with a socket pair
-    because Windows cannot poll pipes."""
+    """Lets any thread wake the thread that waits in a poll. This is the self-pipe trick (D. J.
+    Bernstein), but with a pair of sockets, because Windows cannot poll pipes."""
 
     def __init__(self) -> None:
         self._receiver, self._sender = socket.socketpair()
@@ -108,8 +108,8 @@ class _WakeupSocket:
         try:
             self._sender.send(b"\0")
         except OSError:
-            # If the socket is full, the poll ends without this byte. Any other error means that the
-            # poller is closed.
+            # If the socket is full, the bytes of earlier calls wake the polling thread, so no
+            # further byte is needed. Any other error means that the poller is closed.
             pass
 
     def clear(self) -> None:

@@ -37,8 +37,8 @@ from gradwire.errors import ConnectionClosed
 
 #: Tensors of this size and larger travel in segments of shared memory.
 SEGMENT_BYTES = 1 << 13
-#: The most segments of shared memory that a sender makes. While none is free, it sends tensors
-#: through the pipe.
+#: The most segments of shared memory that a sender makes. While all of them are in use, the sender
+#: sends further tensors through the stream of the connection.
 MAX_SEGMENTS = 1024
 
 _FREE, _IN_USE = 0, 1
@@ -191,9 +191,9 @@ class SegmentSender:
             except OSError:
                 return None
             try:
-                # The socket does not block: if it is full, `send_fds` raises an error. To wait
-                # until it has room could take for ever, because the receiver reads from this socket
-                # only when a frame names a new segment.
+                # The socket does not block: if it is full, `send_fds` raises an error. A blocking
+                # `send_fds` could wait for ever, because the receiver reads from this socket only
+                # when a frame names a new segment.
                 announcement = _ANNOUNCEMENT.pack(segment.number, capacity)
                 socket.send_fds(self._channel, [announcement], [segment.descriptor])
             except OSError:

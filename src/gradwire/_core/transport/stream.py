@@ -37,8 +37,9 @@ from gradwire.errors import ConnectionClosed
 _LARGE_HEAD = 1 << 16
 #: The most pieces of memory that one system call sends. Operating systems allow 1024.
 _MAX_PARTS = 512
-#: How long the reading thread goes on reading a large frame that arrives in many pieces. To
-#: return to the poller after a piece takes longer than to receive the next one.
+#: How long the reading thread goes on reading a large frame that arrives in many pieces. The thread
+#: does not return to the poller after each piece, because the return takes longer than receiving
+#: the next piece.
 _FILLING_SECONDS = 0.002
 #: How long the reading thread waits for the next piece of a large frame before it returns to the
 #: poller.
@@ -160,8 +161,8 @@ class StreamConnection:
         if frame.buffers or frame.rest or len(frame.head) >= _LARGE_HEAD or self._closed:
             return 0
         self._held.append(PREFIX.pack(len(frame.head), 0, 0) + frame.head)
-        # Another thread may have sent the frame by now, so that no frame is kept back. Even then
-        # return 1, because 0 would tell the caller to send the frame itself.
+        # The result is the number of frames kept back. If another thread has already sent all of
+        # them, this number is 0. Return 1 then: 0 would tell the caller to send the frame again.
         return len(self._held) or 1
 
     def flush(self, blocked: Callable[[], object] | None = None) -> None:
@@ -225,7 +226,8 @@ class StreamConnection:
         return []
 
     def _write(self, parts: list[Bytes], blocked: Callable[[], object] | None) -> None:
-        """Send the frames kept back by `hold`, then the parts. The caller holds the write lock."""
+        """Send the frames that `hold` kept back, then the pieces of a new frame in `parts`. The
+        caller holds the write lock."""
         try:
             if self._held:
                 parts.insert(0, self._take_held())

@@ -93,10 +93,11 @@ class UnixTransport:
 
 
 class UnixConnection(StreamConnection):
-    """Sends small frames through pipes, and large tensors and heads through shared memory."""
+    """Sends small frames through pipes, and large tensors and large heads through shared memory."""
 
-    #: Whether the poller has reported that the peer closed the connection. If this is True, the
-    #: poller must be asked to report it again, because it reports it only once.
+    #: Whether the poller has reported that the peer closed the connection. The leader ignores such
+    #: a report if another thread is reading the connection, and the poller reports only once. So
+    #: if this attribute is True, `arm` and `disarm` ask the poller for another report.
     _hangup_reported = False
 
     def __init__(
@@ -119,7 +120,8 @@ class UnixConnection(StreamConnection):
         readable.register(self._pipes.incoming, select.POLLIN)
         writable.register(self._pipes.outgoing, select.POLLOUT)
         for poll in (readable, writable):
-            # With the event mask 0, only the end of the connection is reported.
+            # After the handshake, this socket carries no data: it only shows that the peer has
+            # closed the connection. With the event mask 0, the poll objects report nothing else.
             poll.register(self._pipes.sock, 0)
 
     def attach(self, poller: Poller, callback: Callable[[], None]) -> None:

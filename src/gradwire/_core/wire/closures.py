@@ -21,8 +21,8 @@ def closure_pickler() -> type[pickle.Pickler]:
 
     class ClosurePickler(cloudpickle.Pickler):  # type: ignore[misc]
         def reducer_override(self, obj: Any) -> Any:
-            # The pickler calls this method before it looks into its dispatch table, so the method
-            # must use the table itself.
+            # The pickler calls this method before it looks into its dispatch table. So if the table
+            # has a reducer for the object, this method must call that reducer.
             reducers = self.dispatch_table
             if type(obj) in reducers or isinstance(obj, Tensor):
                 return reducers[type(obj)](obj)

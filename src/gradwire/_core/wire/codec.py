@@ -126,9 +126,10 @@ class Codec:
         return encoded
 
     def _describe_other(self, obj: Any, encoded: Encoded) -> list[Any] | bytes:
-        """Describe an object that `marshal` cannot encode and that is not a dense tensor. A list
-        describes an instance of a registered type. Bytes are a pickle of any other object. (A
-        dense tensor is described by a tuple, so the receiver can tell these three apart.)"""
+        """Return the description of an object that `marshal` cannot encode and that is not a dense
+        tensor. For an instance of a registered type the description is a list, for any other object
+        it is the bytes of a pickle. (For a dense tensor it is a tuple. So the type of a description
+        tells the receiver which of the three it has.)"""
         if type(obj) in self._registered_types:
             name, reduce = self._registered_types[type(obj)]
             return [name, encoded.as_current(reduce, obj)]
@@ -189,7 +190,7 @@ def _parts_of_call(
 
 
 def _advice(value: Any) -> str:
-    """Return advice for an error text if the value is a local function."""
+    """Return advice for an error text if the value is a local function, else an empty text."""
     name = str(getattr(value, "__qualname__", ""))
     if "<lambda>" in name or "<locals>" in name:
         return (

@@ -90,9 +90,10 @@ class Encoded(Frame):
         calls this as its `buffer_callback`. Return True if the memory must stay in the pickle."""
         raw = memory.raw()
         array = getattr(sys.modules.get("numpy"), "ndarray", ())
-        # Read-only memory stays in the pickle, because torch cannot wrap it. The memory of an
-        # object that is not a NumPy array stays there, because pickle then restores it as bytes or
-        # a bytearray. The object may not work with memory of another type.
+        # Read-only memory stays in the pickle, because torch makes tensors from writable memory
+        # only. The memory of an object that is not a NumPy array stays in the pickle too. Pickle
+        # restores this memory as bytes or a bytearray, but a buffer would arrive as memory of
+        # another type, which the object may not accept.
         if raw.readonly or len(raw) <= wire_tensors.INLINE_BYTES or not isinstance(raw.obj, array):
             return True
         self.buffers.append(wire_tensors.bytes_tensor(raw))
@@ -111,7 +112,7 @@ class Encoded(Frame):
 
 
 class Decoding:
-    """The state that functions share while they rebuild one value."""
+    """The state of decoding one value, for the functions that rebuild the objects in the value."""
 
     __slots__ = ("buffers", "is_call", "on_receive", "rebuilders", "unconfirmed")
 

@@ -32,7 +32,8 @@ _CONTAINERS = frozenset({tuple, list, dict})
 # A value with a larger container or with more containers is pickled, because that is faster.
 _MAX_ITEMS = 16
 _MAX_CONTAINERS = 4
-#: A value with a longer text is pickled, because pickle sends a text that occurs often only once.
+#: A value with a longer text is pickled. If the text occurs several times in the value, a pickle
+#: contains it only once.
 _MAX_TEXT = 1024
 #: The object that takes the place of each object that was taken out of the value. If the value
 #: itself contains this object, an Ellipsis, the value is pickled.
@@ -71,7 +72,8 @@ def split_call(
         if _find(module, name) is not func:
             return None
     except (AttributeError, KeyError):
-        # The callee could not find the function by this name either, so the call is pickled.
+        # The function cannot be found by its module and name, so the callee could not find it
+        # either. Pickle must encode the call.
         return None
     detached: list[Any] = []
     seen: set[int] = set()

@@ -43,8 +43,8 @@ REQUIRES_GRAD = 1
 PARAMETER = 2
 SPREAD = 4
 #: The elements of a view may lie in memory with gaps between them. They are sent without the gaps.
-#: If elements and gaps together are at most this many, the receiver restores the gaps (flag
-#: SPREAD). Otherwise it makes a contiguous tensor.
+#: If the memory from the first to the last element has room for at most this many elements, the
+#: receiver restores the gaps (flag SPREAD). Otherwise it makes a contiguous tensor.
 _MAX_SPREAD_SPAN = 256
 #: In an expanded tensor, a stride is 0, so several elements share the same memory. If the tensor
 #: has at most this many bytes, all its elements are sent, because that is faster.

@@ -40,7 +40,7 @@ class FaultyTensorPipeRpcBackendOptions(TensorPipeRpcBackendOptions):
         self.num_fail_sends = num_fail_sends
 
     def faults(self) -> list[Fault]:
-        """Return the faults for a `FaultyTransport` that these options describe."""
+        """Return the faults that these options describe. A `FaultyTransport` takes such a list."""
         failing = {_kind(name) for name in self.messages_to_fail}
         delays = {_kind(name): seconds for name, seconds in self.messages_to_delay.items()}
         return [Fault("refuse", kind=kind, times=self.num_fail_sends) for kind in failing] + [

@@ -189,8 +189,8 @@ def _all_gather(
     me, leader = agent.get_worker_info().name, min(names)
     gathering_id = _gatherings.begin(names)
     # If the program gives no timeout, each remote call here has the default timeout. But the wait
-    # for the values of the other workers has a much longer limit (0.0 selects it), because other
-    # workers may call `_all_gather` much later.
+    # for the values of the other workers needs a much longer limit, because other workers may call
+    # `_all_gather` much later. The value 0.0 makes `_gatherings.wait` use such a long limit.
     wait_limit = 0.0 if timeout == UNSET_RPC_TIMEOUT else timeout
     call_limit = get_rpc_timeout() if timeout == UNSET_RPC_TIMEOUT else timeout
     try:
@@ -251,8 +251,9 @@ def _delete_all_user_and_unforked_owner_rrefs(
         while rrefs.debug_info()[counter] and time.monotonic() < deadline:
             time.sleep(0.005)
 
-    # If this worker has sent a reference to another worker, it must keep its own until the owner of
-    # the value knows of the new one. Otherwise the owner could release the value too early.
+    # If this worker has sent a reference to another worker, the owner of the value may not know of
+    # the other worker's reference yet. Until the owner knows, this worker must keep its own
+    # reference. Otherwise the owner could release the value too early.
     wait_until_zero("num_pending_children")
     for rref in current_user_rrefs():
         user_rrefs.discard(rref)

@@ -102,9 +102,10 @@ class TorchRuntime(Runtime):
         scripting.register_type(self.agent.codec)
         self.engine.register_leaf_groups(ddp.averaged_parameters)
         self.agent.interceptors.append(ErrorPrinter())
-        # When a worker is gone, `_note_departure` counts the values to which that worker and others
-        # have references. It must be called first, because the functions after it in the list
-        # delete the references of the worker that is gone.
+        # When a worker is gone, the functions in `on_gone` are called in order. `_note_departure`
+        # counts the values of this worker to which other workers, including the one that is gone,
+        # have references. So `_note_departure` must come first: later functions delete the
+        # references of the worker that is gone.
         self.agent.on_gone.insert(0, self._note_departure)
 
     def _note_departure(self, _info: WorkerInfo) -> None:
@@ -122,8 +123,8 @@ class TorchRuntime(Runtime):
 class ErrorPrinter(Interceptor):
     """Prints the error of a called function on the worker that runs the function, as torch does.
 
-    If a builtin operator rejects its arguments, this class raises an error with torch's type and
-    text instead.
+    This class also changes one error: if a builtin operator rejects its arguments with a TypeError,
+    the caller gets a RuntimeError with torch's text, as from torch's RPC.
     """
 
     def serving(self, request: Request) -> AbstractContextManager[object]:

@@ -82,8 +82,8 @@ class Gatherings:
             self._states.pop(gathering_id, None)
 
     def reset(self) -> None:
-        """Remove what is stored for all gatherings (exchanges of values), and start at 0 again to
-        number them, because the next group of workers starts at 0."""
+        """Remove what is stored for all gatherings (exchanges of values). The next gathering gets
+        the number 0 again, because all workers of the next group begin with that number."""
         with self._lock:
             self._counts.clear()
             self._states.clear()

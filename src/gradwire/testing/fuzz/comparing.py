@@ -51,7 +51,7 @@ def check(seed: int, workers: int) -> Verdict:
 
 def run_both_ways(program: Program) -> tuple[str, Verdict]:
     """Run a program in one process and on workers. Return the first difference between the two
-    runs (an empty string if there is none), and the verdict."""
+    runs (an empty string if there is none), and a `Verdict`, which says what was compared."""
     try:
         expected = run_locally(program)
     except RuntimeError:
@@ -80,8 +80,9 @@ def differences(program: Program, expected: Outcome, actual: Outcome) -> Iterato
 
 
 def _largest(outcome: Outcome) -> float:
-    """Return the largest absolute value among the results and gradients of a program. A small
-    number may be the sum of large numbers, so its rounding error may be in proportion to them."""
+    """Return the largest absolute value among the results and gradients of a program. The
+    tolerance of the comparison grows with this value: a small number may be the sum of large
+    numbers, and then its rounding error is in proportion to the large numbers."""
     gradients = [g for reports in outcome.reports for r in reports for g in r.gradients.values()]
     tensors = [tensor for results in outcome.results for tensor in results] + gradients
     return max((_size(tensor) for tensor in tensors if tensor is not None), default=0.0)

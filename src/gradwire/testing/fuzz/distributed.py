@@ -1,5 +1,6 @@
 """Run a random program on workers. Worker 0 runs the program as a whole. Each call runs a body on
-some worker, with the same function `run_body` as in one process; the backend here makes the calls.
+some worker. The function `run_body` runs the bodies, as it does when a program runs in one process.
+But here the bodies make their calls through `RemoteBackend`, which uses RPC.
 
 The state of a program is kept per run and worker, because several workers can be in one process,
 and several programs can run at the same time.

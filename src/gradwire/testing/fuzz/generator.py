@@ -253,8 +253,8 @@ class _BodyBuilder:
     def __init__(self, arguments: int):
         self.count = arguments
         self.steps: list[Step] = []
-        #: The number of results of each started call that no step waits for yet. The keys are those
-        #: of the steps that started the calls.
+        #: The started calls for which the body has no "wait" step yet. Maps the key of the step
+        #: that starts the call to the number of results of the call.
         self.started: dict[int, int] = {}
         #: For each variable, the number of the first variable that has the same storage.
         self._storage = list(range(arguments))

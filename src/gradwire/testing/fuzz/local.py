@@ -112,8 +112,8 @@ def _gradients_of_a_pass(
         leaf.grad = None
     try:
         with warnings.catch_warnings():
-            # With create_graph, torch warns of reference cycles through `grad`. Setting `grad`
-            # below breaks these cycles.
+            # Ignore torch's warning that create_graph makes reference cycles through `grad`. This
+            # function breaks these cycles when it sets `grad` again at its end.
             warnings.simplefilter("ignore")
             torch.autograd.backward([loss], create_graph=create_graph)
         return [leaf.grad for leaf in leaves]

@@ -87,7 +87,8 @@ def without_overlap(tensors: list[Tensor]) -> list[Tensor]:
         overlaps = any(
             not stride and size > 1 for size, stride in zip(x.shape, x.stride(), strict=True)
         )
-        # Even under no_grad, a copy must keep its autograd history, as the tensor itself would.
+        # Make the copy with gradients enabled, even if the caller is under no_grad. The copy must
+        # have the autograd history of the tensor that it replaces.
         with torch.enable_grad():
             made.setdefault(id(x), x.contiguous() if overlaps else x)
     return [made[id(x)] for x in tensors]

@@ -79,10 +79,11 @@ class Pass:
     worker: int = 0
 
 
-#: What a program differentiates in the end. "first" means the results of a body. The others mean a
-#: function of the gradients of these results. With "penalty", `autograd.grad` computes these
-#: gradients, for the leaves of worker 0. With "create", a backward pass with create_graph computes
-#: them, for the leaves of every worker.
+#: What an episode differentiates in the end. With "first", it differentiates the results of its
+#: body. With "penalty" and "create", it first computes gradients of these results, and then
+#: differentiates a function of the gradients. "penalty" computes the gradients with
+#: `autograd.grad`, for the leaves of worker 0. "create" computes the gradients with a backward pass
+#: with create_graph, for the leaves of every worker.
 Order = Literal["first", "penalty", "create"]
 
 

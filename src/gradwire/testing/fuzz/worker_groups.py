@@ -4,7 +4,7 @@ A group is either one process with all workers in it, or one process per worker.
 runs the programs. Over a pipe, it reports which program it starts and how the program ended. The
 process that forked the groups watches them. This process has no threads and no workers, so nothing
 in a program can block it. When a program exceeds its timeout, the watching process asks all
-processes of the group for the stacks of their threads, and kills them.
+processes of the group for the stacks of their threads. Then it kills the processes.
 """
 
 from __future__ import annotations
