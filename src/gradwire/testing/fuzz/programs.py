@@ -19,8 +19,9 @@ CallStyle = Literal[
     "remote",  # The caller uses rpc.remote, and fetches the results with to_here.
     "relay",  # The caller uses rpc.remote. A third worker gets the RRef and fetches the results.
     "shared",  # The caller uses rpc.remote. Both the caller and a third worker fetch the results.
-    # The caller first makes a remote object that holds the body and the first argument. With
-    # `rref.rpc_sync()`, it then calls a method of this object, which runs the body.
+    # The caller first makes an object on the other worker. The object holds the body (the list of
+    # steps to run there) and the body's first argument. The caller then uses `rref.rpc_sync()` to
+    # call a method of this object, and the method runs the body.
     "proxy",
     "async proxy",  # This style is like "proxy", but uses rref.rpc_async().
     "remote proxy",  # This style is like "proxy", but uses rref.remote().
