@@ -28,8 +28,10 @@ FOLDER = Path("examples", "torch")
 
 @dataclass(frozen=True)
 class Program:
-    """One of the example programs. Between two lines of its output, `trainers` workers do `steps`
-    steps each, one worker after the other."""
+    """One of the example programs, and how much work it does in a round.
+
+    In each round, a number of workers (`trainers`) train one after the other, and each does a
+    number of steps (`steps`). At the end of a round the program prints a line."""
 
     name: str
     workers: int

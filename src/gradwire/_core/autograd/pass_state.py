@@ -50,8 +50,9 @@ class PassState:
         self, worker_id: int, parent: int | None, options: PassOptions, *, into_grad: bool = False
     ):
         """`parent`: the worker to notify when this worker's part is done (see `termination`).
-        `into_grad`: torch adds gradients to `.grad` during its runs. Then torch runs every region
-        (part of the graph), even one that only passes a gradient on."""
+        `into_grad`: whether torch adds the gradients to `.grad` while it runs the regions (the
+        parts of the graph). If so, torch runs all regions; otherwise it skips those that only pass
+        a gradient on."""
         self.worker_id = worker_id
         self.termination = TerminationDetector(parent)
         self._options = options
