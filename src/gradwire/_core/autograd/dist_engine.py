@@ -170,9 +170,7 @@ class DistEngine:
     def tell(
         self, worker: int, packed: Packed, seconds: float, recorded_in: Context | None
     ) -> Future[Any]:
-        """Send a message of a pass to another worker. Return a future of the packed answer. If
-        `recorded_in` is not None, record the message in that context, so that the gradients in the
-        message can be differentiated again."""
+        """Send a message of a pass to another worker; see `PassPort.tell`."""
         encoded = self.agent.codec.encode_with_tensors(*packed)
         tags = None if recorded_in is None else self._tags(recorded_in, worker, encoded)
         return self.agent.sender.request_encoded(
@@ -182,14 +180,13 @@ class DistEngine:
     def ask(
         self, worker: int, packed: Packed, seconds: float, recorded_in: Context | None
     ) -> OpenCall:
-        """Send a message of a pass to another worker. The calling thread must pass the returned
-        call to `hear`, which waits for the packed answer. `recorded_in`: as for `tell`."""
+        """Send a message of a pass to another worker; see `PassPort.ask`."""
         encoded = self.agent.codec.encode_with_tensors(*packed)
         tags = None if recorded_in is None else self._tags(recorded_in, worker, encoded)
         return self.agent.sender.send_request(worker, _BACKWARD, _SUBJECT, encoded, seconds, tags)
 
     def answer(self, request: Request, message: PassMessage, recorded_in: Context | None) -> None:
-        """Answer a message of a pass that another worker has sent. `recorded_in`: as for `tell`."""
+        """Answer a message of a pass that another worker has sent; see `PassPort.answer`."""
         encoded = self.agent.codec.encode_with_tensors(message[:-1], message.gradients)
         tags = None if recorded_in is None else self._tags(recorded_in, request.caller.id, encoded)
         request.answer_encoded(encoded, tags)

@@ -94,7 +94,7 @@ class Forecast:
 
     def message_for(self, worker: int) -> tuple[list[int], list[tuple[int, Collection[int]]]]:
         """Return the questions and the packed forecasts for a worker, and forget them."""
-        # In most passes, no worker asks another one for a forecast. This check is quick then.
+        # Most passes need no forecasts. For them, this method ends here, after one quick check.
         if not (self._questions or self._forecasts):
             return [], []
         # Questions and forecasts about gradients that are known by now are left out.

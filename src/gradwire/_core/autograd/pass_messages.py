@@ -143,7 +143,8 @@ class PassRequest(NamedTuple):
     #: undo their changes before this pass changes `.grad`.
     failures: Collection[int]
     #: In a pass started by `grad`: the sent and received tensors that the other worker must handle.
-    #: Only the first request from the worker that called `grad` has them; otherwise None.
+    #: The worker that called `grad` puts them into its first request to each worker. Otherwise
+    #: None.
     share: set[SentTensor] | None
     message: PassMessage
 

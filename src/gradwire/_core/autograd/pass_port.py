@@ -45,16 +45,23 @@ class PassPort(Protocol):
     def ask(
         self, worker: int, packed: Packed, seconds: float, recorded_in: Context | None
     ) -> OpenCall:
-        """Send a message of the pass to another worker. The calling thread must pass the returned
-        call to `hear`, which waits for the packed answer. `recorded_in`: as for `tell`."""
+        """Send a message of the pass to another worker. Return an open call. The calling thread
+        must call `hear` with it, to wait for the packed answer.
+
+        `recorded_in`: None, or the context in which to record the message, so that the gradients in
+        the message can be differentiated again.
+        """
 
     @property
     def hear(self) -> Callable[[OpenCall], Any]:
         """A function that waits for the answer to a message, and returns the answer."""
 
     def answer(self, request: Request, message: PassMessage, recorded_in: Context | None) -> None:
-        """Answer a message of the pass that another worker has sent. `recorded_in`: as for
-        `tell`."""
+        """Answer a message of the pass that another worker has sent.
+
+        `recorded_in`: None, or the context in which to record the answer, so that the gradients in
+        the answer can be differentiated again.
+        """
 
     # -- outcomes
 

@@ -51,8 +51,8 @@ class PassState:
     ):
         """`parent`: the worker to notify when this worker's part is done (see `termination`).
         `into_grad`: whether torch adds the gradients to `.grad` while it runs the regions (the
-        parts of the graph). If so, torch runs all regions; otherwise it skips those that only pass
-        a gradient on."""
+        parts of the graph). If so, torch must run all regions. Otherwise the pass does not run
+        regions that only pass a gradient on."""
         self.worker_id = worker_id
         self.termination = TerminationDetector(parent)
         self._options = options
