@@ -98,10 +98,10 @@ class Future(torch.futures.Future, Generic[T]):  # type: ignore[type-arg]
             if error is not None:
                 self._failure = _Failure(error)
                 # Torch's C++ code, for example in `torch.futures.wait_all`, calls `unwrap` to raise
-                # the error. `unwrap` has only a weak reference to the failure, because C++ owns
-                # `unwrap`. A strong reference would make a cycle: the error's traceback
-                # refers to frames, and these may refer to the future. Python's garbage collector
-                # cannot break a cycle through C++.
+                # the error. The future in C++ owns `unwrap`, and the error may lead back to the
+                # future: its traceback refers to frames, and a frame may refer to the future.
+                # Python's garbage collector cannot break a cycle through C++. So `unwrap` has only
+                # a weak reference to the object that holds the error.
                 unwrap = partial(_raise_failure, weakref.ref(self._failure), repr(error))
                 self._set_unwrap_func(unwrap)
                 value = None

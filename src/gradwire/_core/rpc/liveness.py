@@ -35,7 +35,8 @@ class Liveness:
         # `heartbeat_limit` is how long a peer may be silent before its connection is ended. The
         # heartbeat is sent after one `heartbeat_interval` of silence. The rest of the limit is the
         # time in which the peer must answer. That time begins when the heartbeat is sent, even if
-        # the heartbeat is late because this process was frozen: the peer still gets all of it.
+        # the heartbeat is late because this process was frozen. So the peer always has the whole
+        # time to answer.
         self._heartbeat_timeout = options.heartbeat_limit - options.heartbeat_interval
         #: Functions that are called with each worker that is lost or has left.
         self.on_gone: list[Callable[[WorkerInfo], None]] = []

@@ -91,9 +91,10 @@ Order = Literal["first", "penalty", "create"]
 @dataclass(frozen=True)
 class Episode:
     """The use of one context. First, `body` runs on worker 0. Then backward passes over its results
-    run one after the other, or at the same time if `at_once` is set. The body `between` runs
-    between two passes. Its arguments are the results of `body`. With second-order gradients, its
-    only argument is instead a value that is computed from the first gradients."""
+    run. If `at_once` is set, they run at the same time. Otherwise they run one after the other, and
+    the body `between` runs between two of them. The arguments of `between` are the results of
+    `body`. With second-order gradients, `between` has only one argument, a value that is computed
+    from the first gradients."""
 
     body: Body
     passes: tuple[Pass, ...]
