@@ -52,7 +52,7 @@ class RemoteModule(nn.Module):
 
     #: The name of the worker that has the module.
     on: str
-    #: The device of the module on that worker.
+    #: The device of the module, on the worker that holds it.
     device: str
     module_rref: RRef[nn.Module]
 

@@ -64,7 +64,7 @@ class RetryQueue:
         self.open.pop(outcome, None)
 
     def stop(self) -> None:
-        """Send no message again from now on."""
+        """From now on, do not repeat messages that get no answer."""
         self._stopped = True
 
     def give_up(self) -> None:

@@ -419,7 +419,7 @@ class RRefs:
             try:
                 owner, rref_id, fork_id, confirmation = self._deleted_users.popleft()
             except IndexError:
-                return  # Another thread has taken the last deleted RRef from the queue.
+                return  # The queue is empty: another thread has taken its last item.
             if confirmation is None or confirmation.done():
                 self._send_delete(owner, rref_id, fork_id, confirmation)
             else:
