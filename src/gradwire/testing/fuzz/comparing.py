@@ -109,8 +109,9 @@ def _compare_reports(want: Report, got: Report, compare: CompareTensors) -> Iter
             yield from compare(f"sum of the gradients that {name} saw", total, their_total)
         else:
             yield f"{name} was called {their_count} times instead of {count}"
-    # Torch calls some hooks with None in the place of a gradient. How often it does so may differ
-    # on workers, but a hook that never gets None in one process must not get it on workers.
+    # Torch calls some hooks with None in the place of a gradient. It may do so more often on
+    # workers than in one process. But a hook that never gets None in one process must not get it on
+    # workers.
     too_many = got.calls_with_none.keys() - want.calls_with_none.keys()
     if too_many:
         yield f"hooks were called with None on workers only: {sorted(too_many)}"
