@@ -126,8 +126,8 @@ class PathDiscovery:
     """
 
     def __init__(self, me: int, summary: GraphSummary, outputs: Iterable[Target | None]):
-        #: For each sent tensor, from all summaries that have arrived: its target (see `Target`), the
-        #: place where the paths from the tensor end on the worker that sent it.
+        #: For each sent tensor, from all summaries that have arrived: its target. That is the place
+        #: where the paths from the tensor end on the worker that sent it (see `Target`).
         self._targets: dict[SentTensor, Target] = {}
         #: The targets that each junction stands for, from all summaries that have arrived. The
         #: number of a junction is its position in this list.
