@@ -232,9 +232,9 @@ class DistEngine:
         self, tags: Tags, context: Context, to: int, about: Any, tensors: Sequence[Tensor]
     ) -> None:
         """Record in `context` a message to the worker `to`, and add the message's metadata to
-        `tags`. `tensors`: the tensors of the message that require gradients. `about`: the function
-        that error texts will name. For a result, it is the function that returned the result. For a
-        call, it is the called function, in a 1-tuple."""
+        `tags`. `tensors`: the tensors of the message that require gradients. `about`: names the
+        function for error texts. If the message is a result, it is the function that returned the
+        result. If the message is a call, it is a tuple that holds the called function."""
         message_id = context.send(to, tensors, about)
         released = self._releases.notices.pop(to, ())
         successes = context.successes_for(to)

@@ -67,8 +67,9 @@ class LocalBackend:
 
     def _call(self, step: Step, arguments: list[Tensor]) -> list[Tensor]:
         body = step.bodies[0]
-        # On workers, a call of a "proxy" style sends the first argument in a message of its own. So
-        # copy the first argument separately.
+        # On workers, a call through `rref.rpc_sync()` (the style "proxy") sends the first argument
+        # and the others in two messages. Tensors that share memory share it only within a message.
+        # So copy the first argument and the others one after the other here.
         if "proxy" in step.style:
             received = copies(arguments[:1]) + copies(arguments[1:])
         elif step.style == "sparse":
