@@ -49,8 +49,9 @@ def import_gradwire(source: str | None) -> None:
     package = import_module("gradwire")
     if source is not None and Path(source) not in Path(package.__file__ or "").parents:
         raise ImportError(f"imported gradwire from {package.__file__}, not from {source}")
-    # Make the package an empty module whose path is this folder. Then Python finds the submodules
-    # in this folder, but does not run `__init__`, which only the measuring process needs.
+    # Make `gradwire.bench` an empty module whose path is the folder of this file. Then Python finds
+    # the submodules there, but does not run `gradwire/bench/__init__.py`, which only the measuring
+    # process needs.
     bench = ModuleType("gradwire.bench")
     bench.__path__ = [str(Path(__file__).parent)]
     sys.modules["gradwire.bench"] = package.__dict__["bench"] = bench

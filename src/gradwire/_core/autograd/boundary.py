@@ -14,15 +14,15 @@ A `Recv` is a message that has arrived; torch's name for it is RecvRpcBackward. 
 comes from a *recv node*. The gradient that backward brings to a recv node is sent to the other
 worker, where it enters at the proxy.
 
-A plain `backward()` must not reach a recv node. There are two kinds of recv nodes:
+A recv node must raise an error in a plain `backward()`, but not in a backward pass of gradwire. The
+kind of the context decides how:
 
-- Usually, a recv node raises an error when torch runs it. A backward pass of gradwire does not run
-  it: the pass asks torch for the gradient that enters the recv node, and torch returns the gradient
-  without running the node.
-- In a context whose gradients go into `.grad`, torch also runs the recv nodes in a pass of
-  gradwire. So there, user code gets an alias of the received tensor, and the recv node is the
-  alias's node, which torch can run. A hook of the node raises the error, unless gradwire started
-  the current task of torch's engine.
+- In most contexts, a pass of gradwire does not run the recv nodes. It asks torch for the gradient
+  that enters a recv node, and torch returns that gradient without running the node. So the recv
+  node is a node that always raises the error when torch runs it.
+- In a context whose gradients go into `.grad`, a pass of gradwire does run the recv nodes. So user
+  code gets an alias of the received tensor, and the recv node is the node that made the alias. A
+  hook of this node raises the error, unless a pass of gradwire has started the run.
 
 The module `gates` shows how torch's engine waits for a gradient that another worker has not sent.
 """

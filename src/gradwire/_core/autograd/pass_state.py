@@ -226,7 +226,8 @@ class PassState:
             elif brought is None:
                 # The run found no gradient for this received tensor, but it may have reached the
                 # node of the tensor. If so, the worker that sent the tensor must still run the
-                # nodes that computed it. NOTHING tells that worker so.
+                # nodes that computed it. The value `NOTHING`, sent in the place of a gradient,
+                # tells that worker to do this.
                 reach = self._examine(region)
                 brought = NOTHING if reach.includes(recv.recv_nodes[position]) else None
             self.settle(recv.id, position, brought)
