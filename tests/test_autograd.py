@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 import os
+import re
 import signal
 import threading
 from concurrent.futures import ThreadPoolExecutor
@@ -99,12 +101,98 @@ def test_a_plain_backward_names_the_function_to_call(trio: list[Worker]) -> None
             y.sum().backward()
 
 
-def test_outside_a_context_calls_are_not_recorded(trio: list[Worker]) -> None:
+# -- calls outside of any context
+
+
+def ways_to_call(x: Tensor) -> dict[str, Tensor]:
+    """Return results of calls that require gradients, by the name that errors give the call."""
+    rref = rpc.remote("worker1", square, args=(x,))
+    return {
+        "square": rpc.rpc_sync("worker1", square, args=(x,)),
+        "scale": rpc.rpc_async("worker1", scale, args=(x, torch.tensor(2.0))).wait(),
+        "in_a_container": rpc.rpc_sync("worker1", in_a_container, args=(x,))["results"][1],
+        "weigh": rpc.rpc_sync("worker1", weigh, args=(torch.ones(2),)),
+        "RRef.to_here()": rref.to_here(),
+        "Linear.forward": rpc.remote("worker1", torch.nn.Linear, (2, 2)).rpc_sync().forward(x),
+        "grown": rpc.rpc_sync("worker1", grown, args=(x,)),
+    }
+
+
+def in_a_container(x: Tensor) -> dict[str, Any]:
+    return {"name": {1, 2}, "results": [x.detach(), x * 2]}
+
+
+def grown(x: Tensor) -> Tensor:
+    """Return a tensor that does not travel inside the message."""
+    return x.repeat(10_000)
+
+
+def test_a_result_from_outside_a_context_says_so_in_every_backward(trio: list[Worker]) -> None:
     x = torch.ones(2, requires_grad=True)
-    y = rpc.rpc_sync("worker1", square, args=(x,))
-    assert y.requires_grad
-    assert y.is_leaf
+    for name, y in ways_to_call(x).items():
+        assert y.requires_grad
+        complaint = rf"the result of {re.escape(name)} on worker 'worker1', called outside of auto"
+        with pytest.raises(RuntimeError, match=complaint):
+            y.sum().backward()
+        with autograd.context() as context_id:
+            z = rpc.rpc_sync("worker2", square, args=(y,))
+            for loss in (y.sum(), z.sum() + x.sum()):
+                with pytest.raises(RuntimeError, match=complaint):
+                    autograd.backward(context_id, [loss], retain_graph=True)
+            assert autograd.get_gradients(context_id) == {}
+    assert x.grad is None
+    until(lambda: not open_contexts(trio), "all contexts are released")
+
+
+def test_a_result_from_outside_a_context_is_an_ordinary_value(trio: list[Worker]) -> None:
+    x = torch.ones(2, requires_grad=True)
+    for y in ways_to_call(x).values():
+        values = y.detach().clone()
+        own = y.detach().requires_grad_()
+        (own * 3).sum().backward()
+        assert own.grad is not None
+        assert torch.equal(own.grad, torch.full_like(own, 3.0))
+        y.mul_(2)
+        assert torch.equal(y, 2 * values)
+        with pytest.raises(RuntimeError, match="called outside of autograd"):
+            y.sum().backward()
+
+
+def test_a_result_got_without_gradients_enabled_says_so_too(trio: list[Worker]) -> None:
+    x = torch.ones(2, requires_grad=True)
+    for mode in (torch.no_grad, torch.inference_mode):
+        with mode():
+            y = rpc.rpc_sync("worker1", square, args=(x,))
+        with autograd.context() as context_id:
+            with pytest.raises(RuntimeError, match="called outside of autograd"):
+                autograd.backward(context_id, [y.sum()])
+
+
+def test_what_needs_no_gradient_is_left_alone_outside_a_context(trio: list[Worker]) -> None:
+    """A result that requires no gradient, and a copy of a module, which may be trained here."""
+    assert rpc.rpc_sync("worker1", square, args=(torch.ones(2),)).grad_fn is None
+    for copied in (
+        rpc.rpc_sync("worker1", copy.deepcopy, args=(torch.nn.Linear(2, 1),)),
+        rpc.remote("worker1", torch.nn.Linear, args=(2, 1)).to_here(),
+    ):
+        copied(torch.ones(2)).sum().backward()
+        assert copied.weight.grad.tolist() == [[1.0, 1.0]]
     assert not open_contexts(trio)
+
+
+def slope_of_copy(x: Tensor) -> tuple[bool, Tensor]:
+    """Differentiate with respect to an argument, on the worker that got it."""
+    (x * x).sum().backward()
+    assert x.grad is not None
+    return x.is_leaf, x.grad
+
+
+def test_an_argument_from_outside_a_context_is_a_leaf_of_its_own(trio: list[Worker]) -> None:
+    x = torch.ones(2, requires_grad=True)
+    is_leaf, slope = rpc.rpc_sync("worker1", slope_of_copy, args=(x,))
+    assert is_leaf
+    assert slope.tolist() == [2.0, 2.0]
+    assert x.grad is None
 
 
 def test_hooks_run_once_on_the_full_gradient(trio: list[Worker]) -> None:

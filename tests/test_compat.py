@@ -316,3 +316,24 @@ def test_gradients_are_averaged_in_contexts_of_both_kinds(run_here: Run) -> None
     dist.destroy_process_group()
     """)
     assert run_here(program) == "[[1.0, 1.0]]\nNone\n[[1.0, 1.0]]\n"
+
+
+def test_results_of_calls_outside_a_context_are_leaves_as_in_torch(run_here: Run) -> None:
+    output = run_here(
+        """
+        import tempfile
+
+        import torch
+
+        from gradwire.compat import rpc
+
+        with tempfile.TemporaryDirectory() as folder:
+            options = rpc.TensorPipeRpcBackendOptions(init_method=f"file://{folder}/store")
+            rpc.init_rpc("worker0", rank=0, world_size=1, rpc_backend_options=options)
+            y = rpc.rpc_sync("worker0", torch.mul, args=(torch.ones(2, requires_grad=True), 2))
+            (y * 3).sum().backward()
+            print(y.is_leaf, y.grad.tolist())
+            rpc.shutdown()
+        """
+    )
+    assert output == "True [3.0, 3.0]\n"

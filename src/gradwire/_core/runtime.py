@@ -49,6 +49,9 @@ class Runtime:
 
     #: The class of the remote references (RRefs) that this worker creates.
     rref_type: type[RRef[Any]] = RRef
+    #: Whether results that require gradients, of calls outside of any autograd context, raise an
+    #: error in a backward pass. Otherwise such results are leaves.
+    refuses_unrecorded = True
 
     def __init__(
         self,
@@ -107,7 +110,14 @@ class Runtime:
         self.versions = ParameterVersions()
         self.releases = ContextReleases(self.agent, self.contexts)
         self.engine = DistEngine(self.agent, self.contexts, self.versions, self.releases)
-        self.agent.interceptors.append(Recorder(self.contexts, self.engine, self.releases))
+        self.agent.interceptors.append(
+            Recorder(
+                self.contexts,
+                self.engine,
+                self.releases,
+                refuses_unrecorded=self.refuses_unrecorded,
+            )
+        )
         self._barrier = ShutdownBarrier(self.agent)
         self._get_ready()
         try:

@@ -660,4 +660,4 @@ def _place(call: Any) -> str:
     """Return the name of a function, with the file and line of its definition if known."""
     code = getattr(call, "__code__", None)
     where = f" ({code.co_filename}:{code.co_firstlineno})" if code is not None else ""
-    return (call if isinstance(call, str) else call_name(call)) + where
+    return call_name(call) + where

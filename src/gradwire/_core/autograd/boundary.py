@@ -24,6 +24,9 @@ kind of the context decides how:
   code gets an alias of the received tensor, and the recv node is the node that made the alias. A
   hook of this node raises the error, unless a pass of gradwire has started the run.
 
+The result of a call outside of any context has no recv node, because nothing was recorded. It comes
+from a node that raises an error in every backward pass (see `take_unrecorded`).
+
 The module `gates` shows how torch's engine waits for a gradient that another worker has not sent.
 """
 
@@ -209,8 +212,34 @@ _NOT_IN_ITS_CONTEXT = (
     "worker. Call gradwire.autograd.backward(context_id, [loss]) with the context in which the "
     "value came; to use it elsewhere, detach() it"
 )
-#: Returns a tensor that shares the storage of its argument. The node of that tensor raises an error
-#: with the text `_NOT_IN_ITS_CONTEXT` when torch runs the node.
-_make_refusing_node: Callable[[Tensor], Tensor] = torch._C._functions.DelayedError(
-    _NOT_IN_ITS_CONTEXT, 1
-)
+#: `_delayed_error(text, 1)` returns a function. That function returns a tensor that shares the
+#: storage of its argument. When torch runs the node of that tensor, the node raises an error with
+#: the text.
+_delayed_error: Callable[[str, int], Callable[[Tensor], Tensor]] = torch._C._functions.DelayedError
+_make_refusing_node = _delayed_error(_NOT_IN_ITS_CONTEXT, 1)
+
+
+def take_unrecorded(call: str, tensor: Tensor) -> Tensor:
+    """Return the tensor that user code gets for a tensor in the result of a call outside of any
+    context. Its node raises an error in every backward pass, because the pass would lose the
+    gradient. `call` names the call.
+
+    A `Parameter` is returned as it is. It belongs to a copy of a module, which the program may
+    train here.
+    """
+    if isinstance(tensor, torch.nn.Parameter):
+        return tensor
+    refuse = _delayed_error(
+        f"this tensor is the result of {call}, called outside of autograd.context(). The call was "
+        "not recorded, so no gradient can go back through it. Call it inside `with "
+        "gradwire.autograd.context() as context_id:`, and there call "
+        "gradwire.autograd.backward(context_id, [loss]); or, if it needs no gradient, detach() it",
+        1,
+    )
+    # A pass runs only nodes that lead to a leaf. The received tensor is the leaf behind the node.
+    # Without gradient mode, the node would lead nowhere, and no pass would raise the error.
+    with torch.enable_grad():
+        taken = refuse(tensor)
+    if is_large(tensor):
+        drop_elements(tensor)
+    return taken

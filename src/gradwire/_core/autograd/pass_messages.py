@@ -22,6 +22,9 @@ from gradwire._core.autograd.termination import Relation
 
 #: The name of the tag that holds the packed metadata of a message.
 TAG = "autograd"
+#: The name of the tag on a result that requires gradients, if the call was made outside of any
+#: context. The tag holds the name of the called function.
+UNRECORDED_TAG = "unrecorded"
 
 
 class AutogradMetadata(NamedTuple):

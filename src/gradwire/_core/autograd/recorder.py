@@ -3,36 +3,54 @@
 A call made in a context always carries the id of the context, because its result may require
 gradients even if no argument does. A call or result with tensors that require gradients also
 carries an id of its own, by which a backward pass refers to it.
+
+A call outside of any context is not recorded. If its result has tensors that require gradients,
+these tensors raise an error in a backward pass.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from gradwire._core.autograd.boundary import take_unrecorded
 from gradwire._core.autograd.context import ContextContainer, current_id
 from gradwire._core.autograd.context_release import ContextReleases
 from gradwire._core.autograd.dist_engine import DistEngine
-from gradwire._core.autograd.pass_messages import TAG, unpack_metadata
+from gradwire._core.autograd.pass_messages import TAG, UNRECORDED_TAG, unpack_metadata
 from gradwire._core.ids import WorkerInfo
 from gradwire._core.rpc.interceptors import Interceptor
 from gradwire._core.rpc.server import Request
+from gradwire._core.wire.codec import call_name
 from gradwire._core.wire.encoding import OnReceive
 from gradwire._core.wire.messages import Tags
 from gradwire.errors import EncodingError
 
 
 class Recorder(Interceptor):
-    """The interceptor that makes calls differentiable."""
+    """The interceptor that makes calls differentiable.
 
-    def __init__(self, contexts: ContextContainer, engine: DistEngine, releases: ContextReleases):
+    `refuses_unrecorded`: tensors that require gradients, in the results of calls outside of any
+    context, raise an error in a backward pass. Otherwise such a tensor is a leaf, as in torch.
+    """
+
+    def __init__(
+        self,
+        contexts: ContextContainer,
+        engine: DistEngine,
+        releases: ContextReleases,
+        *,
+        refuses_unrecorded: bool,
+    ):
         self._contexts = contexts
         self._engine = engine
         self._releases = releases
+        self._refuses_unrecorded = refuses_unrecorded
         engine.agent.codec.on_untracked_tensor(_refuse)
 
     def leaving(self, to: WorkerInfo, what: Any, tensors: Sequence[Tensor], tags: Tags) -> None:
@@ -50,7 +68,11 @@ class Recorder(Interceptor):
         were released, and backward passes that have succeeded."""
         packed = tags.get(TAG)
         if packed is None:
-            return None
+            function = tags.get(UNRECORDED_TAG)
+            if function is None or not self._refuses_unrecorded:
+                return None
+            worker = self._engine.agent.peers.find(sender).info.name
+            return partial(take_unrecorded, f"{function} on worker {worker!r}")
         metadata = unpack_metadata(packed)
         if metadata.released:
             self._releases.hear_of(metadata.released, sender)
@@ -72,11 +94,15 @@ class Recorder(Interceptor):
         return recording if metadata.grad_enabled else _no_grad(recording)
 
     def answering(self, request: Request, tensors: Sequence[Tensor], tags: Tags) -> None:
-        """Record the result of a call that was made in a context, and add metadata to it."""
+        """Record the result of a call that was made in a context, and add metadata to it. If the
+        call was made outside of any context, and tensors in its result require gradients, only add
+        the name of the called function."""
         packed = request.tags.get(TAG) if request.tags else None
         if packed is not None:
             context = self._contexts.get_or_create(unpack_metadata(packed).context_id)
             self._engine.record_send(tags, context, request.caller.id, request.subject, tensors)
+        elif tensors:
+            tags[UNRECORDED_TAG] = call_name(request.subject)
 
     def waiting(self, tags: Tags) -> None:
         """Plan the next backward pass as far as possible, if the message with these tags had

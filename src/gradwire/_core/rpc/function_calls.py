@@ -29,13 +29,32 @@ Deliver = Callable[[Any], None]
 Fail = Callable[[BaseException, str], None]
 
 
-class Deferred:
-    """Wraps a future that a served function returns in place of its result."""
+class MethodResult:
+    """What gradwire's own functions that call a method for another worker return. Error texts then
+    name the method, and not the function that has called it.
 
-    __slots__ = ("future",)
+    `value` is the result of the method, or a future of the result if the method is marked with
+    `ASYNC_MARK`. `owner` is the class of the object with the method, and `method` is the name of
+    the method.
+    """
 
-    def __init__(self, future: Any):
-        self.future = future
+    __slots__ = ("is_future", "method", "owner", "value")
+
+    def __init__(self, owner: type, method: str, value: Any, is_future: bool = False):
+        self.owner = owner
+        self.method = method
+        self.value = value
+        self.is_future = is_future
+
+    # Error texts look for the attributes of a function.
+
+    @property
+    def __name__(self) -> str:
+        return f"{self.owner.__qualname__}.{self.method}"
+
+    @property
+    def __code__(self) -> Any:
+        return getattr(getattr(self.owner, self.method, None), "__code__", None)
 
 
 class FunctionCalls:
@@ -142,10 +161,10 @@ class FunctionCalls:
                     managers = managers or ExitStack()
                     managers.enter_context(manager)
             if managers is None:
-                _deliver(func, func(*args, **kwargs), deliver, fail)
+                _deliver(request, func, func(*args, **kwargs), deliver, fail)
             else:
                 with managers:
-                    _deliver(func, func(*args, **kwargs), deliver, fail)
+                    _deliver(request, func, func(*args, **kwargs), deliver, fail)
         except BaseException as error:
             fail(error, call_name(func))
 
@@ -170,18 +189,26 @@ class FunctionCalls:
             self._agent.sender.use_idle_time(tags)
 
 
-def _deliver(func: Callable[..., Any], result: Any, deliver: Deliver, fail: Fail) -> None:
+def _deliver(
+    request: Request, func: Callable[..., Any], result: Any, deliver: Deliver, fail: Fail
+) -> None:
     """Pass the result of a function to `deliver`. If the function has returned a future of its
     result, `deliver` is called when the future is done."""
-    if type(result) is Deferred:
-        _deliver_later(func, result.future, deliver, fail)
+    if type(result) is MethodResult:
+        request.subject = result
+        # Error texts need the `MethodResult` as long as the context exists. The value is not kept.
+        value, result.value = result.value, None
+        if result.is_future:
+            _deliver_later(result, value, deliver, fail)
+        else:
+            deliver(value)
     elif hasattr(func, ASYNC_MARK):
         _deliver_later(func, result, deliver, fail)
     else:
         deliver(result)
 
 
-def _deliver_later(func: Callable[..., Any], result: Any, deliver: Deliver, fail: Fail) -> None:
+def _deliver_later(func: Any, result: Any, deliver: Deliver, fail: Fail) -> None:
     """Pass the value of a future to `deliver` when the future is done."""
     if not isinstance(result, torch._C.Future):
         raise TypeError(

@@ -78,7 +78,7 @@ class OpenCall:
 
     @property
     def name(self) -> str:
-        return self.subject if isinstance(self.subject, str) else call_name(self.subject)
+        return call_name(self.subject)
 
     def __str__(self) -> str:
         return f"{self.name} on worker {self.to.name!r}"

@@ -52,7 +52,7 @@ from torch import Tensor
 from gradwire._core.ids import IdSource, To, WorkerInfo
 from gradwire._core.rpc.agent import Agent
 from gradwire._core.rpc.exceptions import detach
-from gradwire._core.rpc.function_calls import ASYNC_MARK, Deferred, FunctionCalls
+from gradwire._core.rpc.function_calls import ASYNC_MARK, FunctionCalls, MethodResult
 from gradwire._core.rpc.futures import Future
 from gradwire._core.rpc.server import Request
 from gradwire._core.rref.owner_table import OwnedValue, OwnerTable
@@ -527,6 +527,7 @@ def _explain_creation_error(error: BaseException) -> BaseException:
 
 def call_method(rref: RRef[Any], name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Call a method of an RRef's value. This runs on the owner, the worker with the value."""
-    method = getattr(rref.local_value(), name)
+    value = rref.local_value()
+    method = getattr(value, name)
     result = method(*args, **kwargs)
-    return Deferred(result) if hasattr(method, ASYNC_MARK) else result
+    return MethodResult(type(value), name, result, hasattr(method, ASYNC_MARK))

@@ -171,7 +171,9 @@ class Codec:
 
 
 def call_name(func: Any) -> str:
-    """Return the name of a callable for errors, logs and traces."""
+    """Return the name of a callable for errors, logs and traces. A text is a name already."""
+    if isinstance(func, str):
+        return func
     name = getattr(func, "__qualname__", None) or getattr(func, "__name__", None)
     return str(name) if name else repr(func)
 

@@ -90,6 +90,7 @@ class TorchRuntime(Runtime):
     `DistributedDataParallel`."""
 
     rref_type = RRef
+    refuses_unrecorded = False
 
     def __init__(self, *args: Any, torch_options: Any, **kwargs: Any):
         # Set `as_agent` before the runtime starts, because requests that use it can arrive as soon
