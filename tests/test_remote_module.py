@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import pickle
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -14,6 +17,7 @@ from gradwire import Options, autograd, rpc
 from gradwire.errors import EncodingError, UnknownWorkerError
 from gradwire.nn import RemoteModule
 from gradwire.optim import DistributedOptimizer, changing
+from gradwire.optim._parameters import parameter_rrefs
 from gradwire.testing import acting_as, cluster
 from gradwire.worker import Worker
 from tests.processes import run_group
@@ -54,7 +58,7 @@ def test_the_remote_device_chooses_the_worker(trio: list[Worker], place: Any, wo
     remote = RemoteModule(place, Scale, (2.0,), {"bias": 1.0})
     assert remote.on == remote.get_module_rref().owner_name() == worker
     assert remote.device == "cpu"
-    assert repr(remote) == f"RemoteModule({worker}/cpu)"
+    assert repr(remote) == f"RemoteModule(Scale on {worker}/cpu)"
     assert remote(torch.ones(2)).tolist() == [3.0, 3.0]
     assert remote.forward(torch.ones(2), times=2).tolist() == [6.0, 6.0]
     assert remote.forward_async(torch.ones(2), times=3).wait().tolist() == [9.0, 9.0]
@@ -75,9 +79,133 @@ def test_unknown_workers_and_bad_modules_are_refused(trio: list[Worker]) -> None
     with pytest.raises(ValueError, match="must be a class of nn"):
         RemoteModule("worker1", dict)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="but returned a Tensor"):
-        RemoteModule("worker1", torch.ones, (2,)).forward()  # type: ignore[arg-type]
-    with pytest.raises(TypeError, match="unexpected keyword argument 'colour'"):
-        RemoteModule("worker1", Scale, (2.0,), {"colour": "red"}).remote_parameters()
+        RemoteModule("worker1", torch.ones, (2,))  # type: ignore[arg-type]
+
+
+def test_a_module_is_refused_where_its_class_is_needed(trio: list[Worker]) -> None:
+    form = (
+        r"""\('worker1', Linear, args=\(...\)\), as in RemoteModule\("worker1", nn.Linear, args"""
+    )
+    with pytest.raises(TypeError, match=form):
+        RemoteModule("worker1", nn.Linear(4, 2))
+    with pytest.raises(TypeError, match="must be a class or a function, not a str"):
+        RemoteModule("worker1", "Linear")  # type: ignore[arg-type]
+
+
+def test_arguments_that_are_no_sequence_are_refused(trio: list[Worker]) -> None:
+    for args in (0, 4.0, "abc", torch.ones(2)):
+        with pytest.raises(
+            TypeError, match=r"args must be a tuple.* of Scale, .* write args=\(x,\)"
+        ):
+            RemoteModule("worker1", Scale, args)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="kwargs must be a dict of the keyword arguments of Scale"):
+        RemoteModule("worker1", Scale, (2.0,), ["bias"])  # type: ignore[arg-type]
+
+
+# -- construction
+
+
+def notes_of(error: BaseException) -> str:
+    return "\n".join(getattr(error, "__notes__", ()))
+
+
+def test_an_error_of_the_constructor_comes_at_construction(trio: list[Worker]) -> None:
+    with pytest.raises(TypeError, match="unexpected keyword argument 'colour'") as caught:
+        RemoteModule("worker1", Scale, (2.0,), {"colour": "red"})
+    note = "in the constructor of Scale, for a RemoteModule on worker 'worker1'"
+    assert notes_of(caught.value) == note
+    later = RemoteModule("worker1", Scale, (2.0,), {"colour": "red"}, wait=False)
+    with pytest.raises(TypeError, match="unexpected keyword argument 'colour'") as caught:
+        later.remote_parameters()
+    assert note in notes_of(caught.value)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without this device")
+def test_a_device_that_the_worker_does_not_have_is_an_error_at_construction(
+    trio: list[Worker],
+) -> None:
+    with pytest.raises(ValueError, match=r"'worker1' cannot use device 'cuda:0': .*'worker1/cpu'"):
+        RemoteModule("worker1/cuda:0", Scale, (2.0,))
+
+
+class Meeting:
+    """Where constructors meet that run at the same time."""
+
+    place = threading.Barrier(2)
+
+
+def seeded(seed: int) -> nn.Module:
+    """Make a module from a seed. If another constructor runs now, it seeds the generator too."""
+    torch.manual_seed(seed)
+    with contextlib.suppress(threading.BrokenBarrierError):
+        Meeting.place.wait(0.05)
+    Meeting.place.reset()
+    return nn.Linear(4, 4)
+
+
+def weight_of(remote: RemoteModule) -> Tensor:
+    weight: Tensor = remote.state_dict()["weight"]
+    return weight
+
+
+def seeded_here(seed: int) -> Tensor:
+    torch.manual_seed(seed)
+    return nn.Linear(4, 4).weight.detach()
+
+
+@pytest.mark.parametrize("wait", [True, False])
+def test_constructors_on_one_worker_have_the_generator_to_themselves(
+    trio: list[Worker], wait: bool
+) -> None:
+    made = [RemoteModule("worker1", seeded, (seed,), wait=wait) for seed in range(4)]
+    weights = [weight_of(remote) for remote in made]
+    for seed, weight in enumerate(weights):
+        assert torch.equal(weight, seeded_here(seed))
+
+
+def test_constructors_asked_for_by_several_workers_take_turns(trio: list[Worker]) -> None:
+    def make(number: int) -> Tensor:
+        with acting_as(trio[number % 3]):
+            return weight_of(RemoteModule("worker1", seeded, (number,)))
+
+    with ThreadPoolExecutor(4) as threads:
+        weights = list(threads.map(make, range(4)))
+    for number, weight in enumerate(weights):
+        assert torch.equal(weight, seeded_here(number))
+
+
+def seeded_around(place: str) -> nn.Module:
+    """Make a module that contains a remote one, and is made from a seed of its own."""
+    torch.manual_seed(7)
+    inner = RemoteModule(place, seeded, (3,))
+    return nn.Sequential(nn.Linear(4, 4), inner)
+
+
+@pytest.mark.parametrize("place", ["worker1", "worker2", "cpu"])
+def test_a_constructor_may_make_remote_modules(place: str) -> None:
+    with cluster(3, options=Options(rpc_timeout=20)) as workers:
+        with acting_as(workers[0]):
+            state = RemoteModule("worker1", seeded_around, (place,)).state_dict()
+            assert torch.equal(state["0.weight"], seeded_here(7))
+            assert torch.equal(state["1.weight"], seeded_here(3))
+
+
+def test_constructors_may_make_modules_on_each_other_s_worker() -> None:
+    def body(rank: int) -> list[bool] | None:
+        if rank:
+            return None
+        pair = [
+            RemoteModule(here, seeded_around, (there,), wait=False)
+            for here, there in [("worker1", "worker2"), ("worker2", "worker1")]
+        ]
+        states = [remote.state_dict() for remote in pair]
+        return [
+            torch.equal(state[key], seeded_here(seed))
+            for state in states
+            for key, seed in (("0.weight", 7), ("1.weight", 3))
+        ]
+
+    assert run_group(3, body, rpc_timeout=20)[0] == [True] * 4
 
 
 # -- gradients
@@ -123,12 +251,11 @@ def test_a_local_module_may_contain_a_remote_one(trio: list[Worker]) -> None:
     model = nn.Sequential(nn.Linear(2, 2), remote)
     assert len(list(model.parameters())) == 2, "the parameters of the local module"
     assert list(model.modules()) == [model, model[0], remote]
-    assert "RemoteModule(worker1/cpu)" in repr(model)
+    assert "RemoteModule(Scale on worker1/cpu)" in repr(model)
     model.eval()
     assert not rpc.rpc_sync("worker1", training_of, (remote.module_rref,))
     assert model.train() is model
     assert rpc.rpc_sync("worker1", training_of, (remote.module_rref,))
-    model.to(torch.float64).to(torch.float32)
 
 
 def test_a_remote_state_is_part_of_the_state_of_the_model(trio: list[Worker]) -> None:
@@ -188,6 +315,10 @@ class Outer(nn.Module):
         self.inside = RemoteModule(place, Inner, (2, 2))
         self.register_load_state_dict_pre_hook(rename)
 
+    def forward(self, x: Tensor) -> Tensor:
+        result: Tensor = self.inside(self.own(x))
+        return result
+
 
 def rename(_module: nn.Module, state: dict[str, Any], *_: Any) -> None:
     for key in [key for key in state if key.startswith("old.")]:
@@ -223,12 +354,150 @@ def test_methods_that_cannot_reach_the_module_are_refused(trio: list[Worker]) ->
     for name in ("parameters", "named_parameters"):
         with pytest.raises(ValueError, match=rf"^{name}\(\).*'worker1': use remote_parameters"):
             getattr(remote, name)()
-    for name in ("to", "cuda", "cpu", "float", "double", "half", "bfloat16", "type"):
+    for name in ("cuda", "xpu", "to_empty"):
         with pytest.raises(ValueError, match="remote_device sets where"):
             getattr(remote, name)("cpu")
-    for name in ("apply", "add_module", "register_buffer", "register_forward_hook", "buffers"):
+    for name in ("add_module", "register_buffer", "register_forward_hook", "buffers"):
         with pytest.raises(ValueError, match="call a function on that worker"):
             getattr(remote, name)("x", None)
+
+
+# -- methods of a local module that change all its parts
+
+
+def in_two_parts(second: str) -> nn.Module:
+    """Return a module with a remote part, which contains another one on the worker `second`."""
+    torch.manual_seed(5)
+    return nn.Sequential(nn.Linear(2, 2), RemoteModule("worker1", Outer, (second,)))
+
+
+def dtypes_of(model: nn.Module) -> set[torch.dtype]:
+    return {value.dtype for value in model.state_dict().values()}
+
+
+class Mixed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("calls", torch.tensor(0))
+        self.register_buffer("phase", torch.tensor(1j))
+        self.weight = nn.Parameter(torch.ones(2))
+
+
+def require_gradients(model: nn.Module) -> set[bool]:
+    copies = [rref.to_here() for rref in parameter_rrefs(model)]
+    assert len(copies) == 6
+    return {parameter.requires_grad for parameter in copies}
+
+
+@pytest.mark.parametrize("second", ["worker1", "worker2"])
+def test_changes_of_dtype_reach_the_remote_parts(trio: list[Worker], second: str) -> None:
+    model = in_two_parts(second)
+    before = model.state_dict()
+    assert model.double() is model
+    assert dtypes_of(model) == {torch.float64}
+    assert all(torch.equal(model.state_dict()[key], before[key].double()) for key in before)
+    assert model(torch.ones(2, dtype=torch.float64)).dtype is torch.float64
+    assert dtypes_of(model.to(torch.float32)) == {torch.float32}
+    assert dtypes_of(model.half()) == {torch.float16}
+    assert dtypes_of(model.bfloat16().float()) == {torch.float32}
+    assert dtypes_of(model[1].to(torch.float64)) == {torch.float64}
+    assert model.to("cpu").cpu() is model
+    mixed = RemoteModule("worker1", Mixed)
+    kept = {"calls": torch.int64, "phase": torch.complex64, "weight": torch.float64}
+    state = nn.Sequential(mixed).double()[0].state_dict()
+    assert {key: value.dtype for key, value in state.items()} == kept
+
+
+def test_a_change_that_cannot_reach_the_remote_part_is_an_error(trio: list[Worker]) -> None:
+    model = nn.Sequential(RemoteModule("worker1", nn.Conv2d, (2, 2, 2)), nn.Linear(2, 2))
+    stays = r"only the dtype of RemoteModule\(Conv2d on worker1/cpu\).*'cpu' of worker 'worker1'"
+    for change in (
+        lambda: model.to("meta"),
+        lambda: model.to(memory_format=torch.channels_last),
+        model.share_memory,
+        lambda: model.to_empty(device="cpu"),
+    ):
+        with pytest.raises(ValueError, match=stays):
+            change()
+    elsewhere = nn.Sequential(RemoteModule("worker1/meta", nn.Linear, (2, 2)))
+    with pytest.raises(ValueError, match="stays on device 'meta' of worker 'worker1'"):
+        elsewhere.cpu()
+    elsewhere.double()
+
+
+@pytest.mark.parametrize("second", ["worker1", "worker2"])
+def test_requires_grad_of_a_model_reaches_the_remote_parts(trio: list[Worker], second: str) -> None:
+    model = nn.Sequential(in_two_parts(second))
+    assert model.requires_grad_(False) is model
+    assert require_gradients(model) == {False}
+    assert len(list(model.parameters())) == 2, "looking at the local parameters changes nothing"
+    assert require_gradients(model) == {False}
+    model.requires_grad_()
+    assert require_gradients(model) == {True}
+
+
+def gradients_of(parameters: list[rpc.RRef[Tensor]]) -> list[bool]:
+    return [rref.local_value().grad is not None for rref in parameters]
+
+
+def test_zero_grad_of_a_model_reaches_the_remote_parts(trio: list[Worker]) -> None:
+    remote = RemoteModule("worker1", nn.Linear, (2, 2))
+    model = nn.Sequential(nn.Linear(2, 2), remote)
+    with autograd.context(into_grad=True) as context_id:
+        autograd.backward(context_id, [model(torch.ones(2)).sum()])
+    parameters = remote.remote_parameters()
+    assert rpc.rpc_sync("worker1", gradients_of, (parameters,)) == [True, True]
+    model.zero_grad()
+    assert rpc.rpc_sync("worker1", gradients_of, (parameters,)) == [False, False]
+
+
+def fill(module: nn.Module) -> None:
+    if isinstance(module, nn.Linear):
+        nn.init.constant_(module.weight, 3.0)
+
+
+@pytest.mark.parametrize("second", ["worker1", "worker2"])
+def test_apply_on_a_model_reaches_the_remote_parts(trio: list[Worker], second: str) -> None:
+    model = in_two_parts(second)
+    assert model.apply(fill) is model
+    weights = [value for key, value in model.state_dict().items() if "weight" in key]
+    assert len(weights) == 3
+    assert all(torch.equal(weight, torch.full((2, 2), 3.0)) for weight in weights)
+    with pytest.raises(EncodingError, match="cannot be sent"):
+        model.apply(lambda module: None)
+
+
+# -- errors name the module
+
+
+class Halves(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        result = super().forward(x)
+        result.register_hook(refuse_gradient)
+        return result / 2
+
+
+def refuse_gradient(_gradient: Tensor) -> None:
+    raise ZeroDivisionError("no gradient today")
+
+
+def test_an_error_of_the_backward_names_the_module(trio: list[Worker]) -> None:
+    remote = RemoteModule("worker1", Halves, (2, 2))
+    for call in (remote, remote.module_rref.rpc_sync().forward):
+        with autograd.context() as context_id:
+            loss = call(torch.ones(2)).sum()
+            with pytest.raises(ZeroDivisionError) as caught:
+                autograd.backward(context_id, [loss])
+        line = Halves.forward.__code__.co_firstlineno
+        place = f"Halves.forward ({__file__}:{line})"
+        assert notes_of(caught.value) == f"in the backward pass on worker 'worker1', of {place}"
+
+
+def test_a_result_from_outside_a_context_names_the_module(trio: list[Worker]) -> None:
+    y = RemoteModule("worker1", Scale, (2.0,))(torch.ones(2))
+    with autograd.context() as context_id:
+        with pytest.raises(RuntimeError, match=r"result of Scale\.forward on worker 'worker1', c"):
+            autograd.backward(context_id, [y.sum()])
 
 
 # -- sharing a module

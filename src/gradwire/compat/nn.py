@@ -35,7 +35,8 @@ class RemoteModule(gradwire_nn.RemoteModule):
                 "Expect `module_cls(*args, **kwargs)` returns an instance of <class nn.Module>, "
                 f"but {module_cls} is no such class"
             )
-        super().__init__(remote_device, module_cls, args, kwargs)
+        # In torch too, an error of the constructor is raised when the module is first used.
+        super().__init__(remote_device, module_cls, args, kwargs, wait=False)
 
     def __reduce__(self) -> Any:
         if not is_encoding():
