@@ -42,9 +42,7 @@ def main() -> None:
     second = RemoteModule("worker1", layer, args=(1,))
     third = RemoteModule("worker2", layer, args=(2,))
     model = nn.Sequential(first, second, third)
-    params = [rpc.RRef(param) for param in first.parameters()]
-    params += second.remote_parameters() + third.remote_parameters()
-    optimizer = DistributedOptimizer(optim.Adam, params)
+    optimizer = DistributedOptimizer(optim.Adam, model)
     schedule = optim.lr_scheduler.OneCycleLR(optimizer, max_lr=0.03, total_steps=STEPS)
 
     twin = nn.Sequential(layer(0), layer(1), layer(2))

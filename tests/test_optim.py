@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import copy
+import inspect
 import io
+import random
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextvars import copy_context
+from itertools import chain
 from typing import Any
 
 import pytest
@@ -17,7 +20,8 @@ from torch.optim import lr_scheduler
 
 from gradwire import autograd, rpc
 from gradwire.errors import CallError, GradwireError
-from gradwire.optim import DistributedOptimizer
+from gradwire.nn import RemoteModule
+from gradwire.optim import DistributedOptimizer, clip_grad_norm_
 from gradwire.testing import acting_as, cluster
 from gradwire.worker import Worker
 from tests.processes import run_group
@@ -454,9 +458,44 @@ def test_a_context_without_gradients_changes_nothing(trio: list[Worker]) -> None
     optimizer = DistributedOptimizer(optim.SGD, remote.params, lr=0.1, weight_decay=0.1)
     before = remote.values()
     with autograd.context() as context_id:
-        optimizer.step(context_id)
+        with pytest.warns(UserWarning, match="has no gradient for any parameter"):
+            optimizer.step(context_id)
     assert_equal(remote.values(), before)
     with pytest.raises(GradwireError, match="Could not find autograd context"):
+        optimizer.step(context_id)
+
+
+@pytest.mark.parametrize("scheduled", [False, True])
+def test_a_step_that_changes_nothing_warns_once_at_the_line_of_the_program(
+    trio: list[Worker], scheduled: bool
+) -> None:
+    remote = Remote()
+    optimizer = DistributedOptimizer(optim.SGD, remote.params, lr=0.1)
+    if scheduled:
+        lr_scheduler.StepLR(optimizer, 1)  # It wraps `step` in a function of torch.
+    outside = remote.loss(batches(1)[0])
+    with autograd.context() as context_id:
+        with pytest.warns(UserWarning, match="this step changed nothing") as caught:
+            line = step_twice(optimizer, context_id)
+    assert [(warning.filename, warning.lineno) for warning in caught] == [(__file__, line)]
+    assert "the forward pass ran outside of `with gradwire" in str(caught[0].message)
+    assert outside.requires_grad
+
+
+def step_twice(optimizer: DistributedOptimizer, context_id: int) -> int:
+    """Return the number of the line with the first step."""
+    line = inspect.currentframe().f_lineno + 1  # type: ignore[union-attr]
+    optimizer.step(context_id)
+    optimizer.step(context_id)
+    return line
+
+
+def test_a_step_with_gradients_for_some_owners_does_not_warn(trio: list[Worker]) -> None:
+    remote = Remote()
+    optimizer = DistributedOptimizer(optim.SGD, remote.params, lr=0.1)
+    with autograd.context() as context_id:
+        loss = remote.layers[1].rpc_sync().forward(batches(1)[0]).sum()
+        autograd.backward(context_id, [loss])
         optimizer.step(context_id)
 
 
@@ -620,3 +659,222 @@ def test_hooks_around_steps_run(trio: list[Worker]) -> None:
     optimizer.register_step_post_hook(lambda *_: seen.append("after"))
     remote.train(optimizer, batches(2))
     assert seen == ["before", "after"] * 2
+
+
+# -- modules in place of parameters
+
+
+class Mixture(nn.Module):
+    """A model whose parts may be on other workers. One is used twice, one has no gradient."""
+
+    def __init__(self, remote: bool) -> None:
+        super().__init__()
+
+        def part(worker: str, number: int) -> nn.Module:
+            return RemoteModule(worker, layer, (number,)) if remote else layer(number)
+
+        self.first = layer(0)
+        self.scale = nn.Parameter(torch.ones(4))
+        self.experts = nn.ModuleList([part("worker1", 1), layer(2), part("worker2", 3)])
+        self.again = self.experts[0]
+        self.unused = part("worker1", 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = torch.tanh(self.first(x)) * self.scale
+        for expert in self.experts:
+            x = x + torch.tanh(expert(x))
+        return self.again(x)
+
+
+def train_mixture(
+    remote: bool, xs: list[Tensor], group: Callable[[Mixture], Any], max_norm: float
+) -> tuple[list[tuple[float, Tensor]], dict[str, Any], dict[str, Any]]:
+    """Train with clipping. Return the losses and norms, and the states of model and optimizer."""
+    model, seen = Mixture(remote), []
+    optimizer: Any = (DistributedOptimizer if remote else local_adamw)(
+        optim.AdamW, group(model), lr=0.05, weight_decay=0.1
+    )
+    for x in xs:
+        if remote:
+            with autograd.context() as context_id:
+                loss = model(x).square().mean()
+                autograd.backward(context_id, [loss])
+                norm = clip_grad_norm_(context_id, model, max_norm)
+                optimizer.step(context_id)
+        else:
+            model.zero_grad()
+            loss = model(x).square().mean()
+            loss.backward()
+            norm = nn.utils.clip_grad_norm_(model.parameters(), max_norm)
+            optimizer.step()
+        seen.append((loss.item(), norm))
+    return seen, model.state_dict(), optimizer.state_dict()
+
+
+def local_adamw(kind: Any, given: Any, **settings: Any) -> optim.Optimizer:
+    """Make a local optimizer, for modules where `DistributedOptimizer` takes modules."""
+    if isinstance(given, nn.Module):
+        given = list(given.parameters())
+    for group in given:
+        if isinstance(group, dict) and isinstance(group["params"], nn.Module):
+            group["params"] = list(group["params"].parameters())
+    made: optim.Optimizer = kind(given, **settings)
+    return made
+
+
+def all_together(model: Mixture) -> Any:
+    return model
+
+
+def in_groups(model: Mixture) -> Any:
+    return [{"params": model.experts, "lr": 0.5}, {"params": model.first}]
+
+
+def assert_same(left: Any, right: Any) -> None:
+    """Compare to the last bit."""
+    if isinstance(right, Tensor):
+        assert torch.equal(left, right)
+    elif isinstance(right, dict):
+        assert left.keys() == right.keys()
+        for key in right:
+            assert_same(left[key], right[key])
+    elif isinstance(right, list | tuple):
+        for one, other in zip(left, right, strict=True):
+            assert_same(one, other)
+    else:
+        assert left == right
+
+
+@pytest.mark.parametrize("group", [all_together, in_groups])
+def test_an_optimizer_takes_modules_with_local_and_remote_parts(
+    trio: list[Worker], group: Callable[[Mixture], Any]
+) -> None:
+    assert_same(
+        train_mixture(True, batches(4), group, 0.5), train_mixture(False, batches(4), group, 0.5)
+    )
+
+
+def test_a_mixture_across_processes_trains_as_in_one() -> None:
+    def body(rank: int) -> None:
+        if not rank:
+            assert_same(train_mixture(True, batches(4), all_together, 0.5), expected)
+
+    expected = train_mixture(False, batches(4), all_together, 0.5)
+    run_group(3, body)
+
+
+class Nest(nn.Module):
+    """Is on a worker, and has parts on others."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inside = nn.Sequential(RemoteModule("worker2", layer, (1,)), layer(2))
+        self.top = layer(3)
+
+
+def test_remote_modules_inside_remote_modules_are_optimized_too(trio: list[Worker]) -> None:
+    model = nn.Sequential(RemoteModule("worker1", Nest), layer(4))
+    optimizer = DistributedOptimizer(optim.SGD, model, lr=0.1)
+    owners = [rref.owner_name() for rref in optimizer.param_groups[0]["params"]]
+    assert owners == ["worker2"] * 2 + ["worker1"] * 4 + ["worker0"] * 2
+    assert [rref.owner_name() for rref in model[0].remote_parameters(recurse=False)] == []
+
+
+def test_what_is_no_parameter_is_refused(trio: list[Worker]) -> None:
+    for wrong in ([layer(0).weight], [1], layer(0).parameters(), [{"params": [layer(0).weight]}]):
+        with pytest.raises(TypeError, match="must hold RRefs to parameters, or modules, not a"):
+            DistributedOptimizer(optim.SGD, wrong, lr=0.1)  # type: ignore[arg-type]
+    for empty in ([], nn.Tanh(), [{"params": []}], RemoteModule("worker1", nn.Tanh)):
+        with pytest.raises(ValueError, match="is empty: there is nothing to optimize"):
+            DistributedOptimizer(optim.SGD, empty, lr=0.1)  # type: ignore[arg-type]
+
+
+def test_the_repr_of_an_optimizer_names_class_workers_and_groups(trio: list[Worker]) -> None:
+    groups = [{"params": Remote().params}, {"params": Mixture(True).first, "lr": 0.5}]
+    lines = repr(DistributedOptimizer(optim.SGD, groups, lr=0.1)).splitlines()
+    assert lines[:3] == [
+        "DistributedOptimizer (",
+        "SGD of 8 parameters: 4 on worker0, 2 on worker1, 2 on worker2",
+        "Parameter Group 0",
+    ]
+    assert "    lr: 0.1" in lines
+    assert "    lr: 0.5" in lines
+
+
+# -- clipping
+
+
+SIZES = [(1,), (3,), (2, 5), (40, 30)]
+OWNED: dict[int, list[nn.Parameter]] = {}
+
+
+def make_parameters(seed: int, sizes: list[tuple[int, ...]]) -> list[rpc.RRef[Any]]:
+    """Make parameters on this worker."""
+    generator = torch.Generator().manual_seed(seed)
+    OWNED[seed] = [nn.Parameter(torch.rand(size, generator=generator) - 0.5) for size in sizes]
+    return [rpc.RRef(parameter) for parameter in OWNED[seed]]
+
+
+def use_parameters(seed: int, factors: list[float]) -> Tensor:
+    """Return a value with gradients for the parameters whose factor is not 0."""
+    terms = [p.pow(3).sum() * f for p, f in zip(OWNED[seed], factors, strict=True) if f]
+    return sum(terms, torch.zeros((), requires_grad=True))
+
+
+def gradients_of(seed: int, context_id: int, into_grad: bool) -> list[Tensor | None]:
+    found = autograd.get_gradients(context_id)
+    return [each.grad if into_grad else found.get(each) for each in OWNED[seed]]
+
+
+@pytest.mark.parametrize("into_grad", [False, True])
+@pytest.mark.parametrize("seed", range(12))
+def test_clipping_equals_that_of_one_process(
+    trio: list[Worker], seed: int, into_grad: bool
+) -> None:
+    chance = random.Random(seed)
+    norm_type = chance.choice([2.0, 1, 3.5, float("inf"), 0.5])
+    max_norm = chance.choice([0.0, 1e-3, 0.1, 1.0, 1e6])
+    sizes = [[chance.choice(SIZES) for _ in range(chance.randint(1, 4))] for _ in trio]
+    factors = [[chance.choice([0.0, 1.0, 100.0]) for _ in each] for each in sizes]
+    homes = list(zip(("worker0", "worker1", "worker2"), sizes, factors, strict=True))
+    rrefs = []
+    with autograd.context(into_grad) as context_id:
+        loss: Any = 0
+        for number, (home, its_sizes, its_factors) in enumerate(homes):
+            rrefs += rpc.rpc_sync(home, make_parameters, (number, its_sizes))
+            loss = loss + rpc.rpc_sync(home, use_parameters, (number, its_factors))
+        autograd.backward(context_id, [loss])
+        order = chance.sample(range(len(rrefs)), len(rrefs))
+        given = [rrefs[index] for index in order]
+        norm = clip_grad_norm_(context_id, given, max_norm, norm_type)
+        gradients = []
+        for number, (home, *_) in enumerate(homes):
+            gradients += rpc.rpc_sync(home, gradients_of, (number, context_id, into_grad))
+
+    whole = [nn.Parameter(p.detach().clone()) for owned in OWNED.values() for p in owned]
+    terms = [p.pow(3).sum() * f for p, f in zip(whole, chain(*factors), strict=True) if f]
+    if terms:
+        sum(terms).backward()
+    expected = nn.utils.clip_grad_norm_([whole[index] for index in order], max_norm, norm_type)
+    assert torch.equal(norm, expected)
+    assert_same(gradients, [parameter.grad for parameter in whole])
+    OWNED.clear()
+
+
+def test_norms_that_are_not_finite_are_an_error_on_request(trio: list[Worker]) -> None:
+    remote = RemoteModule("worker1", layer, (1,))
+    with autograd.context() as context_id:
+        autograd.backward(context_id, [(remote(batches(1)[0]) * float("inf")).sum()])
+        for_parameters = context_id, remote.remote_parameters(), 1.0
+        with pytest.raises(RuntimeError, match=r"norm of order 2\.0 for gradients .* non-finite"):
+            clip_grad_norm_(*for_parameters, error_if_nonfinite=True)
+        assert not clip_grad_norm_(*for_parameters).isfinite()
+
+
+def test_clipping_without_gradients_or_without_a_context(trio: list[Worker]) -> None:
+    remote = Remote()
+    with autograd.context() as context_id:
+        assert clip_grad_norm_(context_id, remote.params, 1.0) == 0
+        assert clip_grad_norm_(context_id, [], 1.0) == 0
+    with pytest.raises(GradwireError, match="Could not find autograd context"):
+        clip_grad_norm_(context_id, remote.params, 1.0)

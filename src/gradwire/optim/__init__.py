@@ -18,20 +18,23 @@ from __future__ import annotations
 
 import copy
 import itertools
-import traceback
+import sys
+import warnings
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from gradwire import autograd, rpc
 from gradwire._core.autograd.copy_on_write import untracked
 from gradwire._core.ids import WorkerInfo
 from gradwire._core.rref.rref import RRef
-from gradwire.errors import RemoteTraceback
+from gradwire._core.wire.codec import call_name
+from gradwire.optim._clipping import clip_grad_norm_
+from gradwire.optim._gathering import gather
 from gradwire.optim._owner import (
     ParamGroup,
     changing,
@@ -39,19 +42,20 @@ from gradwire.optim._owner import (
     make_local_optimizer,
     settings_of,
 )
+from gradwire.optim._parameters import as_rrefs
 
-__all__ = ["DistributedOptimizer", "changing", "untracked"]
+__all__ = ["DistributedOptimizer", "changing", "clip_grad_norm_", "untracked"]
 
 
 class DistributedOptimizer(torch.optim.Optimizer):
     """An optimizer for parameters on any workers.
 
     It creates one optimizer of the class `optimizer_class` on each worker that owns some of the
-    parameters. `params_rref` are RRefs to the parameters, or groups of RRefs, like the groups of
-    parameters that torch's optimizers accept. `optimizer_class` gets all other arguments.
+    parameters. `params_rref` is a module, whose parts may be remote modules; or it has RRefs to
+    parameters, and modules; or groups of these, like the groups of parameters that torch's
+    optimizers accept. `optimizer_class` gets all other arguments.
 
-        >>> params = model.remote_parameters()                               # doctest: +SKIP
-        >>> optimizer = DistributedOptimizer(torch.optim.SGD, params, lr=1)  # doctest: +SKIP
+        >>> optimizer = DistributedOptimizer(torch.optim.SGD, model, lr=1)   # doctest: +SKIP
         >>> schedule = torch.optim.lr_scheduler.StepLR(optimizer, 30)        # doctest: +SKIP
         >>> with autograd.context() as context_id:                           # doctest: +SKIP
         ...     autograd.backward(context_id, [model(x).sum()])
@@ -66,11 +70,15 @@ class DistributedOptimizer(torch.optim.Optimizer):
     #: For each owner, and for each group, the numbers of the owner's parameters in that group. All
     #: parameters are numbered in the order in which the constructor got them.
     _numbers: list[list[list[int]]]
+    #: The name of `optimizer_class`.
+    _class_name: str
+    #: Whether `step` has warned that a context had no gradients for the parameters.
+    _has_warned = False
 
     def __init__(
         self,
         optimizer_class: Callable[..., torch.optim.Optimizer],
-        params_rref: Iterable[RRef[Any]] | Iterable[ParamGroup],
+        params_rref: nn.Module | Iterable[RRef[Any] | nn.Module] | Iterable[ParamGroup],
         *args: Any,
         **kwargs: Any,
     ):
@@ -87,7 +95,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
                 owner, make_local_optimizer, args=(optimizer_class, owned_groups, args, kwargs)
             )
             calls.append((owner, future.wait))
-        results = _gather(calls)
+        results = gather(calls)
         _, defaults, settings = results[0]
         with creation_lock:
             # `Optimizer.__init__` is not called, because it accepts only tensors as parameters.
@@ -103,13 +111,23 @@ class DistributedOptimizer(torch.optim.Optimizer):
                     ],
                     "remote_optimizers": [rref for rref, _, _ in results],
                     "_numbers": list(numbers.values()),
+                    "_class_name": call_name(optimizer_class),
                 }
             )
         self._note_sent_settings()
 
     def __getstate__(self) -> dict[str, Any]:
-        names = ("remote_optimizers", "_numbers", "_sent_settings", "_changed_keys")
+        names = ("remote_optimizers", "_numbers", "_class_name", "_sent_settings", "_changed_keys")
         return {**super().__getstate__(), **{name: getattr(self, name) for name in names}}
+
+    def __repr__(self) -> str:
+        counts = [
+            f"{sum(map(len, numbers))} on {rref.owner_name()}"
+            for rref, numbers in zip(self.remote_optimizers, self._numbers, strict=True)
+        ]
+        total = sum(len(group["params"]) for group in self.param_groups)
+        name, groups = super().__repr__().split("\n", 1)
+        return f"{name}\n{self._class_name} of {total} parameters: {', '.join(counts)}\n{groups}"
 
     def _call_owners(self, method: str, arguments: Sequence[tuple[Any, ...]]) -> list[Any]:
         """Call a method of the `LocalOptimizer` of each owner, and return the results. `arguments`
@@ -124,7 +142,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
             else:
                 run = getattr(rref.rpc_async(), method)(*args).wait
             calls.append((rref.owner(), run))
-        return _gather(calls)
+        return gather(calls)
 
     # -- steps
 
@@ -132,7 +150,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
         """Apply the gradients of a context on all workers that own parameters, at the same time.
 
         Call this method inside the context. It returns when all owners are done. Parameters without
-        a gradient in the context stay as they are, and `.grad` is not touched.
+        a gradient in the context stay as they are, and `.grad` is not touched. If none of the
+        parameters has a gradient, a warning says so, once for each optimizer.
 
         If the step fails on some owners, the other owners still make it. The first error is raised,
         and its cause names all owners on which the step failed.
@@ -141,9 +160,20 @@ class DistributedOptimizer(torch.optim.Optimizer):
         """
         # If the id is wrong, this call raises an error before any owner has made a step.
         autograd.get_gradients(context_id)
-        self._call_owners(
+        found_gradients = self._call_owners(
             "step", [(context_id, self._changed_settings())] * len(self.remote_optimizers)
         )
+        if not any(found_gradients) and not self._has_warned:
+            self._has_warned = True
+            warnings.warn(
+                "this step changed nothing: autograd context "
+                f"{context_id} has no gradient for any parameter of the optimizer. Probably the "
+                "forward pass ran outside of `with gradwire.autograd.context()`, or "
+                "gradwire.autograd.backward(context_id, [loss]) was not called before the step. "
+                "(With into_grad=True, gradients go into .grad, and DistributedOptimizer does not "
+                "use those.)",
+                stacklevel=_stacklevel_of_program(),
+            )
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Do nothing, because every context starts without gradients.
@@ -244,18 +274,26 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self._note_sent_settings()
 
 
-def _as_groups(params_rref: Iterable[Any]) -> list[ParamGroup]:
-    given = list(params_rref)
-    if not given:
+def _stacklevel_of_program() -> int:
+    """Return the `stacklevel` with which the calling function can warn so that the warning shows a
+    line of the program. Functions of torch may stand between: torch wraps `step`, and so do its
+    schedulers."""
+    frame, level = sys._getframe(1), 1
+    while frame.f_back and frame.f_globals.get("__name__", "").split(".")[0] in _LIBRARIES:
+        frame, level = frame.f_back, level + 1
+    return level
+
+
+_LIBRARIES = ("gradwire", "torch")
+
+
+def _as_groups(params_rref: Any) -> list[ParamGroup]:
+    is_one = isinstance(params_rref, nn.Module | RRef)
+    given: list[Any] = [params_rref] if is_one else list(params_rref)
+    groups = given if given and isinstance(given[0], dict) else [{"params": given}]
+    groups = [{**group, "params": as_rrefs(group["params"])} for group in groups]
+    if not any(group["params"] for group in groups):
         raise ValueError("params_rref is empty: there is nothing to optimize")
-    groups = given if isinstance(given[0], dict) else [{"params": given}]
-    groups = [{**group, "params": list(group["params"])} for group in groups]
-    for rref in (rref for group in groups for rref in group["params"]):
-        if not isinstance(rref, RRef):
-            raise TypeError(
-                f"params_rref must hold RRefs to parameters, not a {type(rref).__name__}: "
-                "RRef(parameter) refers to a parameter of this worker"
-            )
     return groups
 
 
@@ -275,34 +313,3 @@ def _equal(one: Any, other: Any) -> bool:
     if isinstance(one, Tensor) and isinstance(other, Tensor):
         return torch.equal(one, other)
     return bool(one == other)
-
-
-def _gather(calls: Sequence[tuple[WorkerInfo, Callable[[], Any]]]) -> list[Any]:
-    """Wait until the calls to several workers have ended, and return their results in the order of
-    `calls`.
-
-    The call to this worker is handled first: it may run on this thread, while the other workers
-    are already working. If a call fails, its error is raised. If several calls fail, the first
-    error is raised, and its cause lists all errors.
-    """
-    results: dict[int, Any] = {}
-    errors = []
-    me = rpc.get_worker_info().id
-    for index, (owner, call) in sorted(enumerate(calls), key=lambda item: item[1][0].id != me):
-        try:
-            results[index] = call()
-        except Exception as error:
-            errors.append((owner.name, error))
-    if errors:
-        first = errors[0][1]
-        if len(errors) > 1:
-            first.__cause__ = RemoteTraceback(
-                f"{len(errors)} of {len(calls)} workers failed:\n\n"
-                + "\n\n".join(f"worker {name!r}:\n{_text(error)}" for name, error in errors)
-            )
-        raise first
-    return [results[index] for index in range(len(calls))]
-
-
-def _text(error: BaseException) -> str:
-    return str(error.__cause__ or "".join(traceback.format_exception_only(type(error), error)))

@@ -156,13 +156,14 @@ class LocalOptimizer:
         self._optimizer = optimizer
         self._stand_ins = stand_ins
 
-    def step(self, context_id: int, changes: list[ParamGroup]) -> None:
-        """Apply the gradients of a context. `changes` has the changed settings of each group. They
-        take effect before the step."""
+    def step(self, context_id: int, changes: list[ParamGroup]) -> bool:
+        """Apply the gradients of a context, and return whether there were any. `changes` has the
+        changed settings of each group. They take effect before the step."""
         # `get_gradients` may ask other workers, so it is called before the lock is taken.
         gradients = autograd.get_gradients(context_id)
         groups, stand_ins = self._optimizer.param_groups, self._stand_ins
-        with changing([parameter for parameter in stand_ins.parameters if parameter in gradients]):
+        changed_parameters = [each for each in stand_ins.parameters if each in gradients]
+        with changing(changed_parameters):
             for group, changed in zip(groups, changes, strict=True):
                 group.update(changed)
             try:
@@ -170,6 +171,7 @@ class LocalOptimizer:
                 self._optimizer.step()
             finally:
                 stand_ins.end_step()
+        return bool(changed_parameters)
 
     def state_dict(self) -> dict[str, Any]:
         with current.runtime().versions.lock:
