@@ -9,7 +9,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: demo test lint types conformance bench format clean
+.PHONY: demo test lint types conformance matrix bench format clean
 
 demo: $(READY)
 	$(BIN)/gradwire run -n 3 examples/quickstart.py
@@ -27,6 +27,11 @@ types: $(READY)
 # torch's own tests of its RPC, against gradwire; a representative third is part of `test`.
 conformance: $(READY)
 	$(BIN)/python -m conformance
+
+# The suite on the oldest and the newest Python and torch, and on two in the middle. It installs some
+# gigabytes into the user's cache folder.
+matrix:
+	$(PYTHON) -m tests.matrix
 
 bench: $(READY)
 	$(BIN)/gradwire bench rpc

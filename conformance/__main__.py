@@ -12,10 +12,12 @@ from collections import Counter
 from conformance import suite
 from conformance.expectations import differences
 from conformance.running import Outcome, Test, run
+from gradwire.testing import hide_gpus
 
 
 def main() -> int:
     options = _parser().parse_args()
+    hide_gpus()
     loaded = suite.load(options.plain_torch)
     tests = [
         Test(group, name)

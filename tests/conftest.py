@@ -10,12 +10,13 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from gradwire.testing import acting_as, cluster, transports_named
+from gradwire.testing import acting_as, cluster, hide_gpus, transports_named
 from gradwire.testing.connection_pairs import open_descriptors, shared_memory
 from gradwire.worker import Worker
 
 # Tests fork workers. A forked process hangs in OpenMP when its parent has used its threads.
 torch.set_num_threads(1)
+hide_gpus()
 
 
 def _has_child() -> bool:

@@ -25,7 +25,16 @@ LAYERS = [
     {"_core.group"},
     {"_core.transport"},
     {"_core.wire"},
-    {"_core", "_core.current", "_core.ids", "options", "errors", "_version"},
+    {
+        "_core",
+        "_core.current",
+        "_core.gpus",
+        "_core.ids",
+        "_core.torch_internals",
+        "options",
+        "errors",
+        "_version",
+    },
 ]
 
 

@@ -217,6 +217,8 @@ def test_sparse_gradients_change_only_their_rows(trio: list[Worker]) -> None:
     ],
     ids=lambda _: "",
 )
+# SequentialLR of torch 2.6 warns of a call that it makes itself.
+@pytest.mark.filterwarnings("ignore:The epoch parameter in:UserWarning")
 @pytest.mark.parametrize("lr", [0.1, torch.tensor(0.1)], ids=["float", "tensor"])
 def test_torch_schedulers_work_unchanged(
     trio: list[Worker], make: Callable[[optim.Optimizer], Any], lr: Any

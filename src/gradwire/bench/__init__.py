@@ -13,6 +13,7 @@ from dataclasses import asdict
 from importlib import import_module
 from typing import Any
 
+from gradwire._core.gpus import hide_gpus
 from gradwire.bench import side_by_side, versions
 from gradwire.bench.cases import Case, Suite
 from gradwire.bench.competitors import add_competitors
@@ -59,6 +60,7 @@ def main(
     if not chosen.cases:
         names = "".join(f"\n  {case.name}" for case in whole.cases)
         return _usage_error(f"{suite} has no case with {only!r} in its name. Its cases:{names}")
+    hide_gpus()  # The contestants fork workers, and all suites measure the CPU.
     conditions = side_by_side.conditions(rounds, quick)
     print(f"{chosen.title}\n{', '.join(f'{k} {v}' for k, v in conditions.items())}\n", flush=True)
     if competitors:

@@ -25,6 +25,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
+from gradwire._version import __version__
 from gradwire.bench.cases import Case, Contestant, Suite
 from gradwire.launch import die_with_parent, environment, free_port
 
@@ -231,7 +232,7 @@ def conditions(rounds: int, quick: bool) -> dict[str, Any]:
     """Return the conditions of the measurements: versions, the number of CPUs, and options."""
     return {
         "torch": version("torch"),
-        "gradwire": version("gradwire"),
+        "gradwire": __version__,
         "Python": platform.python_version(),
         "CPUs": os.cpu_count(),
         "rounds": rounds,

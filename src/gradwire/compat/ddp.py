@@ -25,6 +25,12 @@ from gradwire._core.autograd.context import current_id
 from gradwire._core.autograd.leaf_accumulation import LeafGroup
 from gradwire._core.autograd.region_run import current_run
 from gradwire._core.ids import INTO_GRAD
+from gradwire._core.torch_internals import (
+    DDP_ATTRIBUTES,
+    REDUCER_ATTRIBUTES,
+    STATIC_GRAPH_ATTRIBUTES,
+    check_attributes,
+)
 
 #: Maps each `DistributedDataParallel` module that was called in this process to the group of its
 #: parameters.
@@ -48,8 +54,12 @@ class AveragedGroup(LeafGroup):
     these parameters between processes."""
 
     def __init__(self, module: DistributedDataParallel):
-        self.leaves = [leaf for leaf in module._module_parameters if leaf.requires_grad]
         self._reducer: Any = module.reducer
+        check_attributes(module, "DistributedDataParallel", DDP_ATTRIBUTES)
+        if module.static_graph:
+            check_attributes(module, "DistributedDataParallel", STATIC_GRAPH_ATTRIBUTES)
+        check_attributes(self._reducer, "its reducer", REDUCER_ATTRIBUTES)
+        self.leaves = [leaf for leaf in module._module_parameters if leaf.requires_grad]
         self.in_forward = False
         #: Whether the last call of the module was inside `no_sync()`.
         self.in_no_sync = False

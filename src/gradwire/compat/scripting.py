@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 
+from gradwire._core.torch_internals import RecursiveScriptModule
 from gradwire._core.wire.codec import Codec
 from gradwire.compat.nn import RemoteModule
 
@@ -58,9 +59,7 @@ def register_type(codec: Codec) -> None:
     """Make a codec (which encodes messages) send TorchScript functions by name and TorchScript
     modules by value."""
     codec.register_type(torch.jit.ScriptFunction, "script function", _function_name, _function)
-    codec.register_type(
-        torch.jit._script.RecursiveScriptModule, "script module", _module_bytes, _module
-    )
+    codec.register_type(RecursiveScriptModule, "script module", _module_bytes, _module)
 
 
 def _function_name(function: Any) -> tuple[str, str]:

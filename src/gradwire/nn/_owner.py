@@ -10,13 +10,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map_only
 
 from gradwire import rpc
 from gradwire._core import current
 from gradwire._core.rpc.exceptions import add_note
 from gradwire._core.rpc.function_calls import MethodResult
 from gradwire._core.rref.rref import RRef
+from gradwire._core.torch_internals import tree_map_only
 from gradwire._core.wire.codec import call_name
 from gradwire.nn._turns import turn
 from gradwire.optim._owner import changing, copy_to_cpu

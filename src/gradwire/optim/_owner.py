@@ -16,12 +16,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_map_only
 
 from gradwire import autograd
 from gradwire._core import current
 from gradwire._core.autograd.storage import find_storage_id, storage_id
 from gradwire._core.rref.rref import RRef
+from gradwire._core.torch_internals import make_subclass, tree_map_only
 
 #: One group of parameters. The key "params" has the parameters, or RRefs to them. The other keys
 #: are settings like "lr".
@@ -107,7 +107,7 @@ class _StandIns:
             if find_storage_id(parameter) is not None:
                 stand_in = parameter.detach().clone()
                 if isinstance(parameter, torch.nn.Parameter):
-                    stand_in = torch.Tensor._make_subclass(type(parameter), stand_in)
+                    stand_in = make_subclass(type(parameter), stand_in)
                 stand_in.requires_grad_(parameter.requires_grad)
                 # The stand-in gets the attributes that were set on the parameter, because some
                 # optimizers read them.

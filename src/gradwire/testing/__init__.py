@@ -8,6 +8,7 @@
 | `acting_as` | lets the functions of `gradwire.rpc` act for one of the workers |
 | `open_contexts` | counts the autograd contexts that were not released |
 | `waiting_at_gates` | counts the threads that wait for a gradient in a backward pass |
+| `hide_gpus` | lets a process and its children run as on a machine without GPUs |
 | `runtime_of` | returns the internal `Runtime` of a worker |
 | module `transport_checks` | has the checks that every transport must pass |
 | module `connection_pairs` | opens two connected ends of a transport, for these checks |
@@ -19,6 +20,7 @@
     2
 """
 
+from gradwire._core.gpus import hide_gpus
 from gradwire.testing.cluster import cluster, transports_named
 from gradwire.testing.faults import Fault, FaultyTransport
 from gradwire.testing.inspection import (
@@ -33,6 +35,7 @@ __all__ = [
     "FaultyTransport",
     "acting_as",
     "cluster",
+    "hide_gpus",
     "open_contexts",
     "runtime_of",
     "transports_named",

@@ -50,6 +50,7 @@ from gradwire._core.autograd.edges import (
     next_edge,
 )
 from gradwire._core.autograd.graph_task import FIRST_SEQUENCE_NUMBER, GraphTask
+from gradwire._core.torch_internals import DelayedError
 
 #: The gradient that a backward pass has found for a tensor. It is None if the pass did not reach
 #: the tensor. It is NOTHING if the pass reached the tensor, but brought no gradient; torch still
@@ -212,11 +213,9 @@ _NOT_IN_ITS_CONTEXT = (
     "worker. Call gradwire.autograd.backward(context_id, [loss]) with the context in which the "
     "value came; to use it elsewhere, detach() it"
 )
-#: `_delayed_error(text, 1)` returns a function. That function returns a tensor that shares the
-#: storage of its argument. When torch runs the node of that tensor, the node raises an error with
-#: the text.
-_delayed_error: Callable[[str, int], Callable[[Tensor], Tensor]] = torch._C._functions.DelayedError
-_make_refusing_node = _delayed_error(_NOT_IN_ITS_CONTEXT, 1)
+#: Returns a tensor that shares the storage of its argument. The node of that tensor raises an error
+#: with the text `_NOT_IN_ITS_CONTEXT` when torch runs the node.
+_make_refusing_node = DelayedError(_NOT_IN_ITS_CONTEXT, 1)
 
 
 def take_unrecorded(call: str, tensor: Tensor) -> Tensor:
@@ -229,7 +228,7 @@ def take_unrecorded(call: str, tensor: Tensor) -> Tensor:
     """
     if isinstance(tensor, torch.nn.Parameter):
         return tensor
-    refuse = _delayed_error(
+    refuse = DelayedError(
         f"this tensor is the result of {call}, called outside of autograd.context(). The call was "
         "not recorded, so no gradient can go back through it. Call it inside `with "
         "gradwire.autograd.context() as context_id:`, and there call "

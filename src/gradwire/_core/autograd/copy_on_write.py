@@ -38,7 +38,6 @@ from functools import partial
 
 import torch
 from torch import Tensor, UntypedStorage
-from torch._C import _autograd
 from torch.autograd.graph import increment_version, saved_tensors_hooks
 
 from gradwire._core.autograd.storage import (
@@ -49,9 +48,13 @@ from gradwire._core.autograd.storage import (
     storage_id,
     tensor_in,
 )
-
-#: The part of torch's dispatcher that counts in-place changes.
-_COUNTS_CHANGES = torch._C.DispatchKeySet(torch._C.DispatchKey.ADInplaceOrView)
+from gradwire._core.torch_internals import (
+    COUNTING_KEYS,
+    ExcludeDispatchKeys,
+    pop_saved_tensors_hooks,
+    push_saved_tensors_hooks,
+    saved_tensors_hooks_are_enabled,
+)
 
 #: The storages of changed parameters, while torch's version counters do not show the change yet.
 #: Several changes of a parameter are later counted as one. That is enough, because a tensor that
@@ -140,7 +143,7 @@ class ParameterVersions:
                 if tracked is not None:
                     self._keep_value(parameter, tracked)
             try:
-                with torch._C._ExcludeDispatchKeyGuard(_COUNTS_CHANGES):
+                with ExcludeDispatchKeys(COUNTING_KEYS):
                     yield
             finally:
                 # The block may have moved the parameters to other storages. If so, `track` notes
@@ -273,7 +276,7 @@ class ParameterVersions:
 
         Return None if no parameters are tracked, or if torch allows no hooks for saved tensors now.
         """
-        if self._tracked and _autograd._saved_tensors_hooks_is_enabled():  # type: ignore[attr-defined]
+        if self._tracked and saved_tensors_hooks_are_enabled():
             return _Recording(self)
         return None
 
@@ -311,6 +314,7 @@ class _Recording(saved_tensors_hooks):
     def __enter__(self) -> None:
         with _count_lock:
             self._versions._recordings[self] = threading.get_ident()
+        _this_thread.recordings.append(self)
         super().__enter__()
 
     def __exit__(self, *error: object) -> None:
@@ -318,10 +322,44 @@ class _Recording(saved_tensors_hooks):
         # active on that thread do not belong to the block, so they must stay.
         if self._versions._recordings.pop(self) == threading.get_ident():
             super().__exit__(*error)
+            _this_thread.recordings.remove(self)
         if _uncounted:
             # The garbage collector may end a block in an unfinished generator at any moment, even
             # while this thread holds locks. So this call must not wait for a lock.
             self._versions.count_changes(wait=False)
+
+    def has_active_hooks(self) -> bool:
+        """Return whether the hooks of this block are those that torch calls now. They are not if
+        the program has entered a block with other hooks since.
+
+        Not every version of torch tells which hooks are active. So this method lets an operation
+        save a tensor, and looks whether `pack` has made a `Version` for the tensor's storage.
+        """
+        versions = self._versions
+        with torch.inference_mode(False), torch.enable_grad():
+            probe = torch.zeros((), device="cpu", requires_grad=True)
+            storage = storage_id(probe)
+            with versions.lock:
+                versions._versions[storage] = None
+            try:
+                _result = (
+                    probe.square()
+                )  # Kept: the `Version` lives as long as the node of the result.
+                return versions._version_in(storage) is not None
+            finally:
+                with versions.lock:
+                    del versions._versions[storage]
+
+
+class _ThisThread(threading.local):
+    """What `untracked` must know of the current thread."""
+
+    def __init__(self) -> None:
+        #: The blocks with hooks that the thread has entered, the innermost last.
+        self.recordings: list[_Recording] = []
+
+
+_this_thread = _ThisThread()
 
 
 def _counters_if_unchanged(tensor: Tensor, was_uncounted: bool) -> list[int]:
@@ -385,12 +423,13 @@ def untracked() -> Iterator[None]:
         >>> with untracked():                              # doctest: +SKIP
         ...     slope = torch.func.grad(loss)(weight)
     """
-    removed = []
-    while (hooks := _autograd._top_saved_tensors_default_hooks(True)) and hooks[1] is unpack:
-        _autograd._pop_saved_tensors_default_hooks()
-        removed.append(hooks)
+    removed: list[_Recording] = []
+    own = list(_this_thread.recordings)
+    while own and own[-1].has_active_hooks():
+        pop_saved_tensors_hooks()
+        removed.append(own.pop())
     try:
         yield
     finally:
-        for hooks in reversed(removed):
-            _autograd._push_saved_tensors_default_hooks(*hooks)
+        for recording in reversed(removed):
+            push_saved_tensors_hooks(recording.pack_hook, recording.unpack_hook)

@@ -18,8 +18,8 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
-#: An operation whose result shares the storage of its argument, but is not a view for autograd.
-_share_storage = torch.ops.aten._unsafe_view.default._op
+from gradwire._core.torch_internals import share_storage
+
 _strided = torch.strided
 _is_grad_enabled = torch.is_grad_enabled
 #: Up to this size it is faster to copy a tensor than to share its storage.
@@ -36,7 +36,7 @@ def make_alias(tensor: Tensor, large: bool) -> Tensor:
     tensor. If `large` is True, the alias shares the storage of the tensor; otherwise it is a
     copy."""
     if _is_grad_enabled():
-        alias: Tensor = _share_storage(tensor, tensor.shape) if large else tensor.clone()
+        alias: Tensor = share_storage(tensor, tensor.shape) if large else tensor.clone()
         return alias
     # The caller may be under `no_grad` or `inference_mode`, but the alias always needs a node.
     with torch.inference_mode(False), torch.enable_grad():

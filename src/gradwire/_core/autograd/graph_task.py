@@ -7,7 +7,7 @@ registered for. So the hook compares the number of that task with the number of 
 
 from __future__ import annotations
 
-from collections.abc import Callable, MutableMapping
+from collections.abc import MutableMapping
 from typing import Any
 
 import torch
@@ -15,11 +15,11 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
 from gradwire._core.autograd.edges import edge_at, make_alias
+from gradwire._core.torch_internals import current_graph_task_id
 
 #: The sequence number of a node that torch runs before all others. Among the nodes that are ready,
 #: torch runs the one with the highest number first.
 FIRST_SEQUENCE_NUMBER = 1 << 62
-_current_task_number: Callable[[], int] = torch._C._current_graph_task_id
 
 
 class GraphTask:
@@ -47,11 +47,11 @@ class GraphTask:
         return leaf, edge_at(node)
 
     def _learn_number(self, _gradients: Any) -> None:
-        self._number = _current_task_number()
+        self._number = current_graph_task_id()
 
     def is_current(self) -> bool:
         """Return whether the calling thread is running a node for this task."""
-        return _current_task_number() == self._number
+        return current_graph_task_id() == self._number
 
     def remove_hooks(self) -> None:
         for hooks in self.hooked:

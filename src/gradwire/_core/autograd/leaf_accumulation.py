@@ -19,8 +19,9 @@ from torch import Tensor
 
 from gradwire._core.autograd.boundary import Gradients
 from gradwire._core.autograd.context import GradientSums
-from gradwire._core.autograd.region_run import GradBackup, run_backward
+from gradwire._core.autograd.region_run import GradBackup
 from gradwire._core.autograd.storage import use_count
+from gradwire._core.torch_internals import run_backward
 
 
 class LeafGroup:

@@ -20,8 +20,8 @@ from typing import Any
 from torch import Tensor
 
 from gradwire._core.autograd.boundary import Recv, Send, SentTensor
-from gradwire._core.autograd.plan import Leaf
 from gradwire._core.ids import creator
+from gradwire._core.torch_internals import AccumulateGrad
 
 #: Where a path through one worker's graph ends. It is a received tensor (given by the id of its
 #: message and its position there), WANTED, or the number of a junction. A junction is a point where
@@ -102,7 +102,7 @@ class GraphSummarizer:
         computes a wanted tensor, or belongs to a wanted leaf, adds WANTED to them."""
         targets.discard(None)
         if node in self._wanted_nodes or (
-            type(node) is Leaf and id(node.variable) in self._wanted_leaves
+            type(node) is AccumulateGrad and id(node.variable) in self._wanted_leaves
         ):
             targets.add(WANTED)
         if len(targets) < 2:

@@ -36,9 +36,7 @@ from gradwire._core.autograd.boundary import (
 from gradwire._core.autograd.edges import edge_at
 from gradwire._core.autograd.gates import PreparedGate, make_gate
 from gradwire._core.autograd.reachability import Reachability
-
-#: The class of the nodes that accumulate the gradients of leaves.
-Leaf: Any = torch._C._functions.AccumulateGrad  # type: ignore[attr-defined]
+from gradwire._core.torch_internals import AccumulateGrad
 
 _NO_LIMIT = repeat(None)
 #: The text of the error that is raised if a tensor is given instead of a list. Without this error
@@ -448,7 +446,7 @@ class Plan:
             if not stack:
                 return
             node = stack.pop()
-            if type(node) is Leaf:
+            if type(node) is AccumulateGrad:
                 leaf = node.variable
                 if not leaf.requires_grad:
                     region.dead_ends.append(edge_at(node))

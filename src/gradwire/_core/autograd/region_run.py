@@ -20,7 +20,6 @@ from typing import Any
 
 from torch import Tensor
 from torch.autograd.graph import GradientEdge
-from torch.autograd.variable import Variable
 
 from gradwire._core.autograd.boundary import NOTHING, OPEN, Deliver, Gradient, Send
 from gradwire._core.autograd.edges import edge_at, next_edge
@@ -29,10 +28,7 @@ from gradwire._core.autograd.graph_task import GraphTask
 from gradwire._core.autograd.pass_messages import PassOptions
 from gradwire._core.autograd.pass_state import PassState
 from gradwire._core.autograd.plan import Region, Root
-
-# The function that runs torch's engine. `torch.autograd.grad` calls it too, but first makes checks
-# that take as long as the run of a small graph.
-run_backward = Variable._execution_engine.run_backward
+from gradwire._core.torch_internals import run_backward
 
 #: The result of running a part of the graph: the gradients of its leaves, then those of the
 #: received tensors that it depends on.

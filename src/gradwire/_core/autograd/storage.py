@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor, UntypedStorage
+
+from gradwire._core.torch_internals import neg_view, storage_use_count
 
 #: Identifies the storage that a tensor shares with all its views.
 StorageId = int
@@ -26,7 +27,7 @@ def find_storage_id(tensor: Tensor) -> StorageId | None:
 def use_count(storage: UntypedStorage) -> int:
     """Return the number of references to a storage. Each tensor that uses the storage holds one
     reference, and the object `storage` holds another."""
-    count: int = torch._C._storage_Use_Count(storage._cdata)
+    count: int = storage_use_count(storage._cdata)
     return count
 
 
@@ -51,4 +52,4 @@ def tensor_in(storage: UntypedStorage, like: Tensor) -> Tensor:
     layout = like.storage_offset(), like.size(), like.stride()
     tensor = like.new_empty(0).set_(storage, *layout)
     tensor = tensor.conj() if like.is_conj() else tensor
-    return torch._neg_view(tensor) if like.is_neg() else tensor
+    return neg_view(tensor) if like.is_neg() else tensor

@@ -7,12 +7,11 @@ from contextlib import ExitStack
 from functools import partial
 from typing import Any
 
-import torch
-
 from gradwire._core.ids import To
 from gradwire._core.rpc.agent import Agent
 from gradwire._core.rpc.futures import Future, when_all
 from gradwire._core.rpc.server import Request
+from gradwire._core.torch_internals import CFuture
 from gradwire._core.wire.codec import call_name
 from gradwire._core.wire.encoding import Encoded
 from gradwire._core.wire.messages import Kind, Tags
@@ -210,7 +209,7 @@ def _deliver(
 
 def _deliver_later(func: Any, result: Any, deliver: Deliver, fail: Fail) -> None:
     """Pass the value of a future to `deliver` when the future is done."""
-    if not isinstance(result, torch._C.Future):
+    if not isinstance(result, CFuture):
         raise TypeError(
             "Functions decorated with @rpc.functions.async_execution must return a "
             f"torch.futures.Future, but {call_name(func)} returned {type(result)}"

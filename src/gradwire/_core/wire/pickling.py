@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from gradwire._core.torch_internals import OPERATOR_TYPES
 from gradwire._core.wire import tensors as wire_tensors
 from gradwire._core.wire.closures import closure_pickler
 from gradwire._core.wire.encoding import (
@@ -121,7 +122,7 @@ class _Reducers(dict[type, Callable[[Any], Any]]):
 
     def __init__(self, reduce_tensor: Callable[[Tensor], Any]):
         super().__init__(dict.fromkeys((Tensor, _Parameter), reduce_tensor))
-        super().update(dict.fromkeys(_OPERATOR_TYPES, _reduce_operator))
+        super().update(dict.fromkeys(OPERATOR_TYPES, _reduce_operator))
         self._reduce_tensor = reduce_tensor
 
     def __missing__(self, cls: type) -> Any:
@@ -160,9 +161,6 @@ def _load_registered(name: str, reduced: Any) -> Any:
 
 
 # An operator of torch, such as `torch.ops.aten.add.Tensor`, is sent as its name in `torch.ops`.
-_OPERATOR_TYPES = frozenset({torch._ops.OpOverload, torch._ops.OpOverloadPacket})
-
-
 def _reduce_operator(operator: Any) -> Any:
     return _load_operator, (str(operator),)
 

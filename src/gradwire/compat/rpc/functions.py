@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from gradwire._core.torch_internals import CFuture
 from gradwire.rpc import functions
 
 __all__ = ["async_execution"]
@@ -20,7 +21,7 @@ def async_execution(fn: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(fn)
     def checked(*args: Any, **kwargs: Any) -> Any:
         result = fn(*args, **kwargs)
-        if not isinstance(result, torch._C.Future):
+        if not isinstance(result, CFuture):
             raise RuntimeError(
                 "Functions decorated with @rpc.async_function must return a torch.futures.Future "
                 f"object, but {fn.__qualname__} returned a {type(result).__name__}"

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from gradwire._core import current
 from gradwire._core.ids import WorkerInfo
+from gradwire._core.torch_internals import find_builtin, profiler_is_enabled
 from gradwire._core.wire.codec import Codec, call_name
 from gradwire._core.wire.encoding import Attachment, add_attachment
 from gradwire.errors import NotInitializedError, RemoteError
@@ -102,8 +103,7 @@ def _build_rpc_profiling_key(
 def builtin_name(function: Any) -> str | None:
     """Return the name of a builtin operator, such as "aten::add" for `torch.add`, or None for any
     other function."""
-    name: str | None = torch.jit._builtins._find_builtin(function)  # type: ignore[no-untyped-call]
-    return name
+    return find_builtin(function)
 
 
 _not_profiled = contextlib.nullcontext()
@@ -114,7 +114,7 @@ def _profiled(
 ) -> contextlib.AbstractContextManager[Any]:
     """Return a context manager. If a profiler runs, the context manager records a call in the
     caller's profile."""
-    if not torch._C._autograd._profiler_enabled():
+    if not profiler_is_enabled():
         return _not_profiled
     name = builtin_name(function) or call_name(function)
     key = _build_rpc_profiling_key(mode, name, current.runtime().info.name, to.name)

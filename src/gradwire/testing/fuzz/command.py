@@ -6,6 +6,7 @@ import argparse
 import time
 from collections.abc import Sequence
 
+from gradwire._core.gpus import hide_gpus
 from gradwire._core.transport.registry import known_names
 from gradwire.testing.fuzz.generator import make_program
 from gradwire.testing.fuzz.worker_groups import Summary, Task, run_groups
@@ -17,6 +18,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run random programs, or print them with ``--show``. Return 0 if every program gave the same
     results and gradients on workers as in one process."""
     options = _parser().parse_args(arguments)
+    hide_gpus()
     if options.show:
         for seed in range(options.seed, options.seed + options.programs):
             print(make_program(seed, options.workers), end="\n\n")
