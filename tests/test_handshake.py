@@ -9,11 +9,14 @@ import resource
 import select
 import socket
 import struct
+import sys
+import threading
 import tracemalloc
 from collections.abc import Iterator
 
 import pytest
 
+from gradwire._core.transport import unix
 from gradwire._core.transport.base import Connection, Greeting
 from gradwire._core.transport.handshake import (
     CHALLENGE_SIZE,
@@ -41,6 +44,7 @@ from gradwire.testing.connection_pairs import (
     run_due_callbacks,
     take,
 )
+from tests.processes import until
 
 TOKEN = b"the group's secret"
 HUGE_PREFIX = struct.pack("<QII", 1 << 62, 0, 0)
@@ -189,9 +193,58 @@ def test_a_client_notices_that_the_listener_has_another_token(server: ListeningS
 
 
 def test_a_client_notices_another_incarnation_of_the_worker(server: ListeningServer) -> None:
-    with pytest.raises(AuthenticationError, match="another process"):
+    """The listener proves that it belongs to the group. So the worker has certainly ended."""
+    with pytest.raises(ConnectionRefusedError, match="another worker of the group listens there"):
         server.connect(server.transport, LISTENER._replace(incarnation="an-earlier-incarnation"))
     assert not server.accepted
+
+
+def test_only_a_member_can_prove_that_it_is_another_incarnation() -> None:
+    client = ClientHandshake(TOKEN, CLIENT, LISTENER.incarnation)
+    challenge = ServerHandshake(b"a guess", "another incarnation").feed(client.hello())
+    replayed = ServerHandshake(TOKEN, "another incarnation").feed(
+        ClientHandshake(TOKEN, CLIENT, LISTENER.incarnation).hello()
+    )
+    for answer in (challenge, replayed, bytes(CHALLENGE_SIZE), challenge[:-1] + b"\0"):
+        with pytest.raises(AuthenticationError, match="not the worker to be called"):
+            client.response(answer)
+
+
+def test_a_unix_client_waits_for_room_in_the_backlog() -> None:
+    place = f"gradwire-test-{os.getpid()}"
+    errors: list[Exception] = []
+
+    def connect() -> None:
+        try:
+            UnixTransport(TOKEN).connect(place, CLIENT, LISTENER, TIMEOUT)
+        except Exception as error:
+            errors.append(error)
+
+    def waits() -> bool:
+        frame = sys._current_frames().get(thread.ident or 0)
+        while frame is not None and frame.f_code is not unix._wait_for_room.__code__:
+            frame = frame.f_back
+        return frame is not None
+
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind("\0" + place)
+        listener.listen(0)
+        with contextlib.ExitStack() as crowd, pytest.raises(BlockingIOError):
+            while True:
+                client = crowd.enter_context(socket.socket(socket.AF_UNIX))
+                client.setblocking(False)
+                client.connect("\0" + place)
+        thread = threading.Thread(target=connect)
+        thread.start()
+        until(lambda: bool(errors) or waits(), "the client waits")
+        assert not errors
+        received = b""
+        while not received:
+            with listener.accept()[0] as accepted:
+                received = accepted.recv(len(MAGIC))
+    thread.join(TIMEOUT)
+    assert received == MAGIC
+    assert isinstance(errors[0], (AuthenticationError, ConnectionError))
 
 
 def test_a_client_fails_when_the_listener_closes(server: ListeningServer) -> None:

@@ -8,6 +8,7 @@ import socket
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -163,7 +164,10 @@ def test_a_worker_can_rejoin_under_its_rank(where: str) -> None:
             seen = []
             for _ in range(3):
                 with gradwire.Worker("server", 7, **common) as server:
-                    assert client.worker_info("server") == server.info
+                    until(
+                        lambda here=server.info: client.worker_info("server") == here,  # type: ignore[misc]
+                        "the goodbye of the earlier server has arrived",
+                    )
                     seen.append(server.id)
                     check_connection(client, "server")
                     check_connection(server, "client")
@@ -211,6 +215,27 @@ def test_only_a_member_on_this_machine_can_be_known_to_be_gone() -> None:
     transports = transports_named("tcp") + transports_named("unix")
     assert is_gone(Member(info, "a life", addresses), transports)
     assert not is_gone(Member(info, "a life", addresses, machine="another"), transports)
+
+
+def test_only_a_refusal_or_another_member_at_the_address_proves_an_end(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(membership, "_PROBE_SECONDS", 0.2)
+    ours, theirs = (transports_named("tcp", token) for token in (b"our token", b"another token"))
+    local = LocalMembership()
+    with gradwire.Worker("a", 0, membership=local, transports=ours) as worker:
+        member = runtime_of(worker).agent.member
+        assert member is not None
+        assert not is_gone(member, ours), "it runs"
+        earlier = replace(member, incarnation="an earlier one")
+        assert is_gone(earlier, ours), "a worker of the group has its address"
+        assert not is_gone(earlier, theirs), "a stranger has its address"
+    assert is_gone(member, ours), "nobody listens at its address"
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        address = Address("tcp", "{}|{}".format(*silent.getsockname()))
+        assert not is_gone(replace(member, addresses=(address,)), ours), "it may be frozen"
+        refusing = (*member.addresses, address)
+        assert not is_gone(replace(member, addresses=refusing), ours), "one address may work"
 
 
 @contextmanager

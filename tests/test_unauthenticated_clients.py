@@ -14,6 +14,7 @@ import pytest
 
 import gradwire
 from gradwire import rpc
+from gradwire._core.transport.handshake import CHALLENGE_SIZE
 from gradwire._core.transport.listener import MAX_PENDING
 from gradwire.errors import SetupError, WorkerLost
 from gradwire.testing import cluster, runtime_of, transports_named
@@ -66,7 +67,9 @@ def test_clients_without_the_token_do_no_harm(pair: list[Worker], sent: bytes) -
     assert pair[0].rpc_sync("worker1", max, (1, 2)) == 2
     memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     for _ in range(20):
-        assert len(send_raw(pair[1], sent)) <= 72, "the worker answered more than its challenge"
+        assert len(send_raw(pair[1], sent)) <= CHALLENGE_SIZE, (
+            "the worker answered more than its challenge"
+        )
     assert pair[0].rpc_sync("worker1", max, (3, 4)) == 4
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - memory < 20_000
 

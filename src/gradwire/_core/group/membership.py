@@ -7,13 +7,13 @@ others. The workers of one process can share a `LocalMembership` instead.
 from __future__ import annotations
 
 import contextlib
-import errno
 import itertools
 import json
 import os
 import platform
 import secrets
 import threading
+import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeoutError
@@ -35,8 +35,10 @@ _LEFT = "left"
 #: A worker that joins an open group again gets a new id. These new ids are counted down from this
 #: number. Ranks are counted up from 0, so a new id is not the rank of another worker.
 _HIGHEST_ID = (1 << 15) - 1
-#: To check whether a member has ended, a worker tries to connect to it for at most this long.
+#: To check whether a member has ended, a worker tries to connect to it for at most this long. The
+#: pause between two attempts grows from the second number.
 _PROBE_SECONDS = 2.0
+_FIRST_PAUSE_SECONDS = 0.001
 #: In an open group, a query to the store fails if the store does not answer within this time.
 _STORE_SECONDS = 5.0
 
@@ -81,31 +83,51 @@ class Member:
         return cls(WorkerInfo(name, worker_id), incarnation, places, machine)
 
 
+def proves_end(member: Member, failures: Sequence[tuple[Address, Exception]]) -> bool:
+    """Return whether failed attempts to connect to the addresses of a member prove that it has
+    ended.
+
+    A worker listens at all its addresses until it ends. So it has ended if each address refuses the
+    connection: nothing listens there, or another worker of the group does, as that worker has
+    proven in the handshake. Any other error proves nothing. It may come from a full backlog, from a
+    process without free file descriptors, from a stranger at the address, or from the network. An
+    address that is valid on the member's machine only proves nothing on other machines."""
+    errors = [error for address, error in failures if is_valid_here(member, address)]
+    return bool(errors) and all(isinstance(error, ConnectionRefusedError) for error in errors)
+
+
+def is_valid_here(member: Member, address: Address) -> bool:
+    """Return whether an address of a member means the same place on this machine as it does on the
+    member's machine."""
+    is_local = address.transport != "tcp" or is_loopback(address.place.split("|")[0])
+    return not is_local or member.machine == this_machine()
+
+
 def is_gone(member: Member, transports: Sequence[Transport]) -> bool:
-    """Return True if a member has ended, so that its addresses refuse connections. Return False if
-    the member does not answer or cannot be reached, because it may still be running."""
+    """Return True if a member has certainly ended. Return False if it runs, or may still run."""
+    by_name = {transport.name: transport for transport in transports}
     them = Greeting(member.info.id, member.info.name, member.incarnation)
     # A worker that tries to connect greets the member with an id that no worker has. So when the
     # connection ends, the member does not conclude that a worker is lost.
     me = Greeting(_NO_ID, "newcomer", "")
-    refusals = 0
-    for address in member.addresses:
-        if _is_local(address) and member.machine != this_machine():
-            continue
-        for transport in transports:
-            if transport.name == address.transport:
+    deadline = time.monotonic() + _PROBE_SECONDS
+    pause = _FIRST_PAUSE_SECONDS
+    while True:
+        failures: list[tuple[Address, Exception]] = []
+        for address in member.addresses:
+            left = max(0.01, deadline - time.monotonic())
+            if address.transport in by_name and is_valid_here(member, address):
                 try:
-                    transport.connect(address.place, me, them, _PROBE_SECONDS).close()
+                    by_name[address.transport].connect(address.place, me, them, left).close()
                     return False
                 except (OSError, AuthenticationError) as error:
-                    if getattr(error, "errno", None) != errno.ECONNREFUSED:
-                        return False
-                    refusals += 1
-    return refusals > 0
-
-
-def _is_local(address: Address) -> bool:
-    return address.transport != "tcp" or is_loopback(address.place.split("|")[0])
+                    failures.append((address, error))
+        if not failures or proves_end(member, failures):
+            return bool(failures)
+        if time.monotonic() >= deadline:
+            return False
+        time.sleep(pause)
+        pause *= 2
 
 
 class Membership(Protocol):

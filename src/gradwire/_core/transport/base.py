@@ -130,5 +130,7 @@ class Transport(Protocol):
         client has proven that it belongs to the group."""
 
     def connect(self, place: str, me: Greeting, them: Greeting, timeout: float) -> Connection:
-        """Open a connection to the worker `them`. Raise OSError if nothing answers at `place`, and
-        AuthenticationError if anything else than that worker answers."""
+        """Open a connection to the worker `them`. Raise ConnectionRefusedError only if that worker
+        certainly does not listen at `place`: nothing does, or another worker of the group does, as
+        it has proven. Raise AuthenticationError if anything else answers, and another OSError for
+        any other failure."""

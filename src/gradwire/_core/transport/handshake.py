@@ -7,15 +7,18 @@ also covers a direction and an identity:
 
     client                                              server
     MAGIC | nonce c                            ->
-                                               <-       MAGIC | nonce s | proof(s)
+                                               <-       MAGIC | nonce s | proof(s) | proof(m)
     proof(c) | length u16 | greeting           ->
                                                <-       WELCOME
 
     proof(s) = HMAC(token, "server" | c | s | incarnation of the server)
+    proof(m) = HMAC(token, "member" | c | s)
     proof(c) = HMAC(token, "client" | c | s | greeting)
 
-The server's proof covers its incarnation, so a client notices when another worker now listens at
-the address. The client's proof covers its greeting, so the server can trust the greeting.
+The server's proof covers its incarnation, so a client notices when another process now listens at
+the address. The second proof of the server shows whether that process is a worker of the group. If
+it is, the worker that the client looks for has ended. The client's proof covers its greeting, so
+the server can trust the greeting.
 
 Until the client has proven that it knows the token, the server decodes nothing that the client
 sends, and each message has a fixed size or a small limit.
@@ -40,7 +43,7 @@ _LENGTH = struct.Struct("<H")
 #: The size of the client's first message.
 HELLO_SIZE = len(MAGIC) + NONCE_SIZE
 #: The size of the server's answer to the client's first message.
-CHALLENGE_SIZE = len(MAGIC) + NONCE_SIZE + PROOF_SIZE
+CHALLENGE_SIZE = len(MAGIC) + NONCE_SIZE + 2 * PROOF_SIZE
 #: The size of the client's second message, without its greeting.
 RESPONSE_SIZE = PROOF_SIZE + _LENGTH.size
 #: The longest greeting that is accepted, in bytes.
@@ -67,11 +70,19 @@ class ClientHandshake:
         return MAGIC + self._nonce
 
     def response(self, challenge: bytes) -> bytes:
-        """Check the server's proof, and return the message with the client's proof."""
-        nonce = challenge[len(MAGIC) : len(MAGIC) + NONCE_SIZE]
+        """Check the server's proof, and return the message with the client's proof. Raise
+        ConnectionRefusedError if the server is certainly another worker of the group, and
+        AuthenticationError if its proof is wrong."""
+        start = len(MAGIC) + NONCE_SIZE
+        nonce, proofs = challenge[len(MAGIC) : start], challenge[start:]
         expected = _proof(self._token, b"server", self._nonce, nonce, self._server_incarnation)
-        proof = challenge[-PROOF_SIZE:]
-        if challenge[: len(MAGIC)] != MAGIC or not hmac.compare_digest(proof, expected):
+        is_gradwire = challenge[: len(MAGIC)] == MAGIC
+        if not is_gradwire or not hmac.compare_digest(proofs[:PROOF_SIZE], expected):
+            expected = _proof(self._token, b"member", self._nonce, nonce)
+            if is_gradwire and hmac.compare_digest(proofs[PROOF_SIZE:], expected):
+                raise ConnectionRefusedError(
+                    "the worker to be called has ended: another worker of the group listens there"
+                )
             raise AuthenticationError(
                 "the process that listens there is not the worker to be called: it has another "
                 "token, or it is another process at the same address"
@@ -107,6 +118,7 @@ class ServerHandshake:
                 MAGIC
                 + self._nonce
                 + _proof(self._token, b"server", self._client_nonce, self._nonce, self._incarnation)
+                + _proof(self._token, b"member", self._client_nonce, self._nonce)
             )
         if not self._client_proof:
             self._client_proof = data[:PROOF_SIZE]

@@ -27,6 +27,9 @@ from gradwire.errors import AuthenticationError
 
 logger = logging.getLogger("gradwire")
 
+#: How many clients may wait to be accepted. The system lowers this to its own limit, on Linux
+#: net.core.somaxconn.
+BACKLOG = 65535
 #: How long a client may take for its handshake.
 HANDSHAKE_SECONDS = 10.0
 #: How many handshakes may be pending. If one more client connects, the client whose handshake has

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from gradwire._core.transport.base import Address, Connection, Greeting
-from gradwire._core.transport.listener import StreamListener, shake_hands
+from gradwire._core.transport.listener import BACKLOG, StreamListener, shake_hands
 from gradwire._core.transport.poller import Poller
 from gradwire._core.transport.stream import StreamConnection
 from gradwire.errors import SetupError
@@ -44,7 +44,7 @@ class TcpTransport:
         except OSError as error:
             sock.close()
             raise self._cannot_listen(error) from error
-        sock.listen(256)
+        sock.listen(BACKLOG)
         host, port = sock.getsockname()[:2]
         address = Address(self.name, f"{host}|{port}")
         return TcpListener(sock, address, self, me, poller, accepted)

@@ -22,6 +22,7 @@ import os
 import secrets
 import select
 import socket
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -30,6 +31,7 @@ from torch import Tensor
 from gradwire._core.transport.base import Address, Connection, Greeting
 from gradwire._core.transport.framing import RETIRED, FrameReader, pack_prefix
 from gradwire._core.transport.listener import (
+    BACKLOG,
     MAX_DESCRIPTORS,
     StreamListener,
     close_quietly,
@@ -63,7 +65,7 @@ class UnixTransport:
         place = f"gradwire-{secrets.token_hex(16)}"
         sock = socket.socket(socket.AF_UNIX)
         sock.bind("\0" + place)
-        sock.listen(256)
+        sock.listen(BACKLOG)
         return UnixListener(sock, Address(self.name, place), self, me, poller, accepted)
 
     def connect(self, place: str, me: Greeting, them: Greeting, timeout: float) -> UnixConnection:
@@ -81,15 +83,30 @@ class UnixTransport:
             always.callback(os.close, probe)
             os.ftruncate(probe, _PROBE_SIZE)
             sock.settimeout(timeout)
-            sock.connect("\0" + place)
+            _wait_for_room(sock, "\0" + place, timeout)
             passed = (their_channel.fileno(), probe, *their_ends)
             shake_hands(sock, self.token, me, them.incarnation, passed)
             if os.pread(probe, len(_PROBE_TEXT), 0) != _PROBE_TEXT:
-                raise ConnectionRefusedError(
-                    f"worker {them.name!r} and this process cannot share memory"
-                )
+                raise OSError(f"worker {them.name!r} and this process cannot share memory")
             on_failure.pop_all()
             return UnixConnection(pipes, channel, them, self)
+
+
+def _wait_for_room(sock: socket.socket, address: str, timeout: float) -> None:
+    """Connect a socket. If the listener has no room for more clients, wait for it: the system does
+    not wait, if the socket has a timeout."""
+    deadline = time.monotonic() + timeout
+    pause = 0.0005
+    while True:
+        try:
+            sock.connect(address)
+            return
+        except BlockingIOError:
+            left = deadline - time.monotonic()
+            if left <= 0:
+                raise TimeoutError("too many clients wait to be accepted there") from None
+            time.sleep(min(pause, left))
+            pause = min(2 * pause, 0.05)
 
 
 class UnixConnection(StreamConnection):
