@@ -222,8 +222,7 @@ def test_a_call_that_is_lost_while_it_leaves_lets_its_references_go(trio: list[W
         with pytest.raises(CallError):
             user.rpc_async("worker1", nothing, (rref,)).wait()
         user.rpc_sync("worker1", nothing)
-    for listener in runtime_of(user).agent.on_gone:
-        listener(receiver.info)
+    runtime_of(user).agent.liveness.declare_gone(receiver.info)
     del rref
     until(lambda: not held_by(user) and not held_by(owner), "nothing is held for it")
 
@@ -240,7 +239,9 @@ def test_a_reference_sent_to_a_worker_that_is_gone_by_then_is_let_go(trio: list[
     def send_and_leave(*args: Any) -> None:
         send(*args)
         receiver.shutdown(graceful=False)
-        until(lambda: runtime_of(user).rrefs.table.is_gone(receiver.id), "it is known to be gone")
+        until(
+            lambda: runtime_of(user).agent.liveness.is_gone(receiver.id), "it is known to be gone"
+        )
 
     channel.connection.send = send_and_leave  # type: ignore[method-assign]
     with pytest.raises(CallError):

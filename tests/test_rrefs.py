@@ -329,7 +329,7 @@ def test_references_have_the_repr_of_torch(trio: list[Worker]) -> None:
 def test_fetching_a_value_that_the_owner_has_dropped_raises(trio: list[Worker]) -> None:
     rref = trio[0].remote("worker1", Thing, ("gone",))
     assert rref.to_here().name == "gone"
-    runtime_of(trio[1]).rrefs.table.delete_forks_of(0)
+    runtime_of(trio[1]).agent.liveness.declare_gone(trio[0].info)
     with pytest.raises(GradwireError, match="'worker1' has dropped the value"):
         rref.to_here()
 

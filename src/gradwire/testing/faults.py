@@ -19,7 +19,8 @@ from __future__ import annotations
 import random
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import KW_ONLY, dataclass
 from typing import Literal
 
@@ -71,6 +72,9 @@ class Fault:
     seconds: float = 0.05
 
 
+_LOST = Fault("drop")
+
+
 class FaultyTransport:
     """Wraps another transport, and makes faults happen to the messages that it carries. All workers
     of a cluster may use the same `FaultyTransport`.
@@ -83,6 +87,8 @@ class FaultyTransport:
         self._faults = list(faults)
         self._random = random.Random(seed)
         self._lock = threading.Lock()
+        #: The names of the workers that the network does not reach.
+        self._unreachable: set[str] = set()
         #: How many more messages each fault may happen to, in the order of `_faults`. None means
         #: that there is no limit.
         self._times_left = [fault.times for fault in self._faults]
@@ -110,6 +116,8 @@ class FaultyTransport:
         )
 
     def connect(self, place: str, me: Greeting, them: Greeting, timeout: float) -> Connection:
+        if not self._unreachable.isdisjoint((me.name, them.name)):
+            raise TimeoutError(f"a fault of the test keeps {me.name!r} and {them.name!r} apart")
         return FaultyConnection(self._inner.connect(place, me, them, timeout), self, me)
 
     def add(self, fault: Fault) -> None:
@@ -124,9 +132,21 @@ class FaultyTransport:
         with self._lock:
             self._faults, self._times_left, self._skips_left = [], [], []
 
+    @contextmanager
+    def unreachable(self, worker: str) -> Iterator[None]:
+        """Cut the network to a worker until the end of the block. Messages from and to it get lost,
+        and attempts to connect fail. Open connections stay open, as over TCP."""
+        self._unreachable.add(worker)
+        try:
+            yield
+        finally:
+            self._unreachable.discard(worker)
+
     def choose(self, frame: Frame, sender: str, receiver: str) -> Fault | None:
         """Count a frame (a message) that `sender` is about to send. Return the fault that happens
         to the frame, or None if no fault happens to it."""
+        if not self._unreachable.isdisjoint((sender, receiver)):
+            return _LOST
         kind, call_id = peek(frame.head)
         with self._lock:
             answered = None

@@ -45,8 +45,6 @@ class ContextReleases:
         #: For each worker, the released contexts to name in the next cleanup message.
         self._unconfirmed: dict[int, list[int]] = {}
         self._cleanup_due = False
-        #: The ids of workers that were lost, or have left the group.
-        self._gone: set[int] = set()
         agent.handle(Kind.CLEANUP_AUTOGRAD_CONTEXT_REQ, self._serve_cleanup)
         agent.handle(Kind.JOIN_AUTOGRAD_CONTEXT_REQ, self._serve_join)
         agent.on_gone.append(self.clear_up_after)
@@ -109,7 +107,6 @@ class ContextReleases:
     def clear_up_after(self, info: WorkerInfo) -> None:
         """When a worker is lost or has left, release the contexts that it created, and fail the
         backward passes in which it took part."""
-        self._gone.add(info.id)
         for context in self._contexts.all():
             with context.lock:
                 if info.id in context.known:
@@ -142,7 +139,7 @@ class ContextReleases:
         context comes with a delayed call, or from a worker that has not noticed the loss.) If the
         creator cannot be reached, joining releases the context. Without the join, this worker would
         never release the context."""
-        if self._gone and creator(context.id) in self._gone:
+        if self._agent.liveness.is_gone(creator(context.id)):
             self._agent.executor.submit(lambda: self._join(context))
 
     def _join(self, context: Context) -> None:

@@ -4,7 +4,7 @@ The agent puts the parts together, and the layers above use the parts:
 
 - `sending.Sender` sends calls and messages, and opens the replies;
 - `dispatch.Dispatcher` passes the requests of other workers to the handlers;
-- `liveness.Liveness` notices workers that are gone;
+- `liveness.Liveness` notices workers that are gone, and workers that are back;
 - `metrics.Metrics` counts calls;
 - `executor.Executor` has the threads that serve requests, `timers.Timers` the thread that watches
   deadlines;
@@ -117,7 +117,9 @@ class Agent:
             options.heartbeat_limit,
         )
         self.dispatcher = Dispatcher(self.executor, context)
-        self.liveness = Liveness(self.peers, self.executor, options)
+        self.liveness = Liveness(
+            self.peers, self.executor, self.timers, self._list_server_channels, options
+        )
         self.metrics = Metrics(self.peers, self._list_server_channels)
 
         # The channels call these methods of other objects through the agent. Storing them as
@@ -180,10 +182,12 @@ class Agent:
                 call=call,
                 may_have_run=False,
             )
+        self.heard_from(peer.info)
         return ClientChannel(peer, connection, self)
 
     def _accepted(self, connection: Connection) -> None:
         caller = WorkerInfo(connection.peer.name, connection.peer.worker_id)
+        self.heard_from(caller)
         with self._lock:
             closing = self._closing
             if not closing:
@@ -191,15 +195,24 @@ class Agent:
         if closing:
             connection.close()
 
+    def heard_from(self, info: WorkerInfo) -> None:
+        """Note that another worker runs."""
+        self.liveness.heard_from(info)
+
     def channel_ended(self, channel: ClientChannel | ServerChannel) -> None:
         """Note how many calls were made over a connection that has ended, and find out whether the
         peer is gone. The channel of the connection calls this method."""
+        asked_at = None
         if isinstance(channel, ServerChannel):
             with self._lock:
                 self._server_channels.discard(channel)
+        else:
+            asked_at = channel.heartbeat_sent_at
         self.metrics.add_closed_connection(*channel.traffic(), said_goodbye=channel.farewell)
         if not self._closing:
-            self.liveness.connection_ended(channel.peer, said_goodbye=channel.farewell)
+            self.liveness.connection_ended(
+                channel.peer, said_goodbye=channel.farewell, asked_at=asked_at
+            )
 
     def _serve_goodbye(self, request: Request) -> None:
         request.channel.farewell = True

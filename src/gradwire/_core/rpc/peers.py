@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import enum
+import logging
 import threading
 import time
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn, TypeVar
 
-from gradwire._core.group.membership import Member, Membership
+from gradwire._core.group.membership import Member, Membership, is_valid_here, proves_end
 from gradwire._core.ids import To, WorkerInfo
 from gradwire._core.rpc.client import ClientChannel
 from gradwire._core.rpc.deadlines import timeout_text
-from gradwire._core.transport.base import Connection, Greeting, Transport
+from gradwire._core.transport.base import Address, Connection, Greeting, Transport
 from gradwire.errors import (
     AuthenticationError,
     CallTimeout,
@@ -21,6 +23,8 @@ from gradwire.errors import (
     UnknownWorkerError,
     WorkerLost,
 )
+
+logger = logging.getLogger("gradwire")
 
 T = TypeVar("T")
 
@@ -38,6 +42,16 @@ class Peer:
         #: this without a lock.
         self.channel: ClientChannel | None = None
         self.connecting = threading.Lock()
+        #: Whether the last attempt to connect has proven that the worker has ended.
+        self.has_ended = False
+
+
+class Finding(enum.Enum):
+    """What an attempt to connect to a worker has shown."""
+
+    RUNS = enum.auto()
+    ENDED = enum.auto()
+    UNKNOWN = enum.auto()
 
 
 class _NoMembership:
@@ -107,16 +121,20 @@ class Peers:
         return peer or self._look_up(to)
 
     def _look_up(self, to: str | int) -> Peer:
-        by: Any = self._membership.by_name if isinstance(to, str) else self._membership.by_id
-        member = self._query(by, to)
-        if member is not None:
-            return self._remember(member)
+        peer = self._find_member(to)
+        if peer is not None:
+            return peer
         infos = [m.info for m in self._query(self._membership.members)]
         if isinstance(to, str):
             names = ", ".join(info.name for info in infos)
         else:
             names = ", ".join(f"{info.name} (id {info.id})" for info in infos)
         raise UnknownWorkerError(f"could not find destination worker {to!r}: the group has {names}")
+
+    def _find_member(self, to: str | int) -> Peer | None:
+        by: Any = self._membership.by_name if isinstance(to, str) else self._membership.by_id
+        member = self._query(by, to)
+        return None if member is None else self._remember(member)
 
     def _query(self, query: Callable[..., T], *args: Any) -> T:
         """Call a method of the membership, the list of the workers of the group. The list may be in
@@ -204,26 +222,65 @@ class Peers:
         finally:
             peer.connecting.release()
 
+    def probe(self, info: WorkerInfo, timeout: float) -> Finding:
+        """Try once to connect to a worker, to find out whether it still runs."""
+        peer = None
+        try:
+            peer = self._by_id.get(info.id) or self._find_member(info.id)
+            if peer is None:
+                return Finding.ENDED  # The group has no such worker any more.
+            channel = peer.channel
+            if channel is None:
+                self.connect(peer, "a heartbeat", timeout)
+            else:
+                # If the worker does not answer, this connection will end too.
+                channel.send_heartbeat()
+            return Finding.RUNS
+        except GradwireError:
+            return Finding.ENDED if peer is not None and peer.has_ended else Finding.UNKNOWN
+
     def _open(self, peer: Peer, call: str, deadline: float, timeout: float) -> Connection:
-        reasons, refused = [], True
+        failures: list[tuple[Address, Exception]] = []
         for address in peer.member.addresses:
             transport = self._transports.get(address.transport)
             if transport is None:
                 continue
             try:
-                return transport.connect(
+                connection = transport.connect(
                     address.place,
                     self._me,
                     Greeting(peer.info.id, peer.info.name, peer.member.incarnation),
                     max(0.01, deadline - time.monotonic()),
                 )
             except (OSError, AuthenticationError) as error:
-                reasons.append(f"{address.transport}: {error}")
-                refused &= isinstance(error, (ConnectionRefusedError, AuthenticationError))
-        if refused:
+                failures.append((address, error))
+            else:
+                peer.has_ended = False
+                self._log_fallback(peer, address, failures)
+                return connection
+        peer.has_ended = proves_end(peer.member, failures)
+        if peer.has_ended:
             self.forget(peer.info)
+        reasons = [f"{address.transport}: {error}" for address, error in failures]
         reasons = reasons or ["the two workers have no transport in common"]
         raise self._unreachable(peer, call, reasons, deadline, timeout)
+
+    def _log_fallback(
+        self, peer: Peer, used: Address, failures: Sequence[tuple[Address, Exception]]
+    ) -> None:
+        """Log that a better transport than the one that is used has failed, unless it cannot work
+        between the machines of the two workers."""
+        for address, error in failures:
+            if is_valid_here(peer.member, address):
+                logger.warning(
+                    "worker %s is connected to worker %s over %s, because %s failed: %s. Calls "
+                    "take longer until the connection ends",
+                    self._me.name,
+                    peer.info.name,
+                    used.transport,
+                    address.transport,
+                    error,
+                )
 
     def forget(self, info: WorkerInfo) -> None:
         """Forget a peer that is lost or has left. The next call to its name asks the membership

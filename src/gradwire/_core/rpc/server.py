@@ -61,6 +61,9 @@ class ServerPort(Protocol):
         """Return the decoded value of a message, and the futures that must be done before the value
         may be used."""
 
+    def heard_from(self, peer: WorkerInfo) -> None:
+        """Tell the worker that a suspected or lost peer has called."""
+
     def channel_ended(self, channel: ServerChannel) -> None:
         """Tell the worker that the connection of this channel has ended."""
 
@@ -221,6 +224,15 @@ class ServerChannel:
             logger.exception(
                 "worker %s: error while serving %s", self.port.info.name, kind_name(kind)
             )
+
+    def report_next_call(self) -> None:
+        """Report the next call of the peer to the worker, because it shows that the peer runs."""
+        self._serve_request = self._report_and_serve
+
+    def _report_and_serve(self, request: Request) -> None:
+        self._serve_request = self.port.serve
+        self.port.heard_from(self.peer)
+        self.port.serve(request)
 
     @property
     def is_idle(self) -> bool:

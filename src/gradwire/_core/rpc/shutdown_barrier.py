@@ -24,7 +24,7 @@ from gradwire._core.ids import WorkerInfo
 from gradwire._core.rpc.agent import Agent
 from gradwire._core.rpc.server import Request
 from gradwire._core.wire.messages import Kind
-from gradwire.errors import CallError
+from gradwire.errors import CallError, ShutDownError
 
 logger = logging.getLogger("gradwire")
 
@@ -48,7 +48,6 @@ class ShutdownBarrier:
     def __init__(self, agent: Agent):
         self._agent = agent
         self._lock = threading.Lock()
-        self._gone: set[int] = set()
         #: Worker id -> its report in this round, and the request that brought the report.
         self._reports: dict[int, tuple[_Report, Request]] = {}
         self._previous: dict[int, _Report] | None = None
@@ -60,8 +59,8 @@ class ShutdownBarrier:
     def wait(self, deadline: float) -> bool:
         """Wait until all work in the group is done. Return False at the deadline."""
         agent = self._agent
-        first = min(member.info.id for member in agent.membership.members())
-        if agent.info.id == first:
+        first = min((m.info for m in agent.membership.members()), key=lambda info: info.id)
+        if agent.info == first:
             self._connect_to_all(deadline)
         pause: float | None = 0.0
         # `pause` is the answer to the last report. It is None when all work is done.
@@ -69,28 +68,32 @@ class ShutdownBarrier:
             time.sleep(pause)
             if not agent.metrics.wait_until_idle(deadline):
                 return False
+            began = time.monotonic()
             try:
-                left = max(0.05, deadline - time.monotonic())
+                left = max(0.05, deadline - began)
                 pause = agent.sender.request(
                     first, Kind.BARRIER, agent.metrics.traffic(), left
                 ).wait()
             except CallError as error:
                 if time.monotonic() >= deadline:
                     return False
-                logger.info("shutdown continues without worker %s: %s", first, error)
-                break
-        if agent.info.id == first:
+                if agent.liveness.is_gone(first.id) or isinstance(error, ShutDownError):
+                    logger.info("shutdown continues without worker %s: %s", first.name, error)
+                    break
+                # Only the connection may have failed. If the first worker has not left and is not
+                # lost, it still needs the report.
+                agent.liveness.suspect(first, began)
+                pause = _PAUSE_SECONDS
+        if agent.info == first:
             self._wait_for_others_to_end(deadline)
         return True
 
     def _connect_to_all(self, deadline: float) -> None:
         """Connect to all workers and send them heartbeats, to notice if one of them is lost."""
         for peer in self._agent.peers.all():
-            left = max(0.05, deadline - time.monotonic())
-            # A peer that was frozen may run again, so it no longer counts as gone. This is done
-            # before connecting: if the attempt fails, the peer is added to `_gone` again.
-            with self._lock:
-                self._gone.discard(peer.info.id)
+            # If the peer was frozen and runs again, the new connection shows that it is back.
+            began = time.monotonic()
+            left = max(0.05, deadline - began)
             try:
                 channel = peer.channel or self._agent.peers.connect(
                     peer, "the shutdown barrier", min(left, 2.0)
@@ -98,7 +101,7 @@ class ShutdownBarrier:
                 channel.last_heard = time.monotonic()
                 channel.watched = True
             except CallError:
-                self._note_gone(peer.info)
+                self._agent.liveness.suspect(peer.info, began)
 
     def _wait_for_others_to_end(self, deadline: float) -> None:
         """Wait until the other workers have left. Before that, one of them may still wait for this
@@ -106,21 +109,19 @@ class ShutdownBarrier:
         others = {m.info.id for m in self._agent.membership.members()} - {self._agent.info.id}
         with self._changed:
             self._changed.wait_for(
-                lambda: others <= self._gone,
+                lambda: all(map(self._agent.liveness.is_gone, others)),
                 max(0.0, min(deadline - time.monotonic(), _LAST_SECONDS)),
             )
 
     def _serve_report(self, request: Request) -> None:
         with self._lock:
-            self._gone.discard(request.caller.id)
             self._reports[request.caller.id] = (request.decode(), request)
         self._conclude()
 
-    def _note_gone(self, info: WorkerInfo) -> None:
+    def _note_gone(self, _info: WorkerInfo) -> None:
         if not self._agent.membership.fixed:
             return  # An open group has no shutdown barrier that could wait for the worker.
         with self._changed:
-            self._gone.add(info.id)
             self._changed.notify_all()
         self._conclude()
 
@@ -128,8 +129,10 @@ class ShutdownBarrier:
         """Answer the reports of a round when every worker that is not lost has sent one. The answer
         is None if all work is done, else the pause in seconds before the next report."""
         with self._lock:
+            if not self._reports:
+                return
             members = {member.info.id for member in self._agent.membership.members()}
-            if not self._reports or members - self._gone - self._reports.keys():
+            if not all(map(self._agent.liveness.is_gone, members - self._reports.keys())):
                 return
             answered = [request for _, request in self._reports.values()]
             reports = {worker: report for worker, (report, _) in self._reports.items()}

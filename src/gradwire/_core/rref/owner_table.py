@@ -7,6 +7,10 @@ directly.
 The messages that add and delete forks may arrive in any order, and more than once. The table
 remembers the ids of deleted forks for a while, so that a late duplicate of the message that added a
 fork does not add it again.
+
+When a worker is gone, the table deletes the forks on that worker. The worker may have been frozen,
+and come back: then the RRefs that it held are *void*. The table recognizes a void RRef without
+remembering it: the worker says that the fork is confirmed, but the table does not list the fork.
 """
 
 from __future__ import annotations
@@ -17,6 +21,7 @@ from collections import OrderedDict
 from typing import Any
 
 from gradwire._core.rpc.futures import Future
+from gradwire._core.rpc.liveness import Stay
 
 _REMEMBERED_DELETES = 100_000
 
@@ -52,12 +57,11 @@ class OwnerTable:
         #: All owned values that are still alive, by the ids of their RRefs.
         self._values: weakref.WeakValueDictionary[int, OwnedValue] = weakref.WeakValueDictionary()
         #: The forks (RRefs on other workers) of each value. The first key is the RRef id of the
-        #: value, and the second key is the id of the fork. These keys lead to the id of the worker
-        #: that has the fork, or to None until the message with the fork has been sent.
-        self._forks: dict[int, dict[int, int | None]] = {}
+        #: value, and the second key is the id of the fork. These keys lead to the stay of the
+        #: worker that has the fork, or to None until the message with the fork has been sent.
+        self._forks: dict[int, dict[int, Stay | None]] = {}
         #: The values that have forks, by RRef id. The table keeps these values alive.
         self._kept: dict[int, OwnedValue] = {}
-        self._gone_workers: set[int] = set()
         self._deleted_forks: OrderedDict[int, None] = OrderedDict()
 
     def get(self, rref_id: int) -> OwnedValue:
@@ -79,35 +83,38 @@ class OwnerTable:
         with self._lock:
             return fork_id in self._deleted_forks
 
-    def is_gone(self, worker_id: int) -> bool:
-        """Return whether a worker is lost or has left. Its RRefs then keep no value alive."""
-        return worker_id in self._gone_workers
+    def is_void(self, rref_id: int, fork_id: int | None) -> bool:
+        """Return whether the owner has given up a confirmed fork, so that its value may be gone.
+        `fork_id` is None if the fork is not confirmed yet. Then the table need not list it."""
+        if fork_id is None:
+            return False
+        with self._lock:
+            return fork_id not in self._forks.get(rref_id, ())
 
     def add(self, owned: OwnedValue) -> None:
         """Add a value to the table under its RRef id."""
         with self._lock:
             self._values[owned.rref_id] = owned
 
-    def add_fork(self, rref_id: int, fork_id: int, worker_id: int | None) -> None:
-        """Record a fork, which is an RRef on the given worker, and keep its value alive. Do nothing
-        if the fork was deleted earlier."""
+    def add_fork(self, rref_id: int, fork_id: int, holder: Stay | None) -> None:
+        """Record a fork, and keep its value alive as long as the worker that has the fork stays.
+        Do nothing if the fork was deleted earlier."""
         with self._lock:
             if fork_id in self._deleted_forks:
                 return
-            if worker_id in self._gone_workers:
+            if holder is not None and holder.ended:
                 self._deleted_forks[fork_id] = None
                 return
             self._kept[rref_id] = self._get(rref_id)
-            self._forks.setdefault(rref_id, {})[fork_id] = worker_id
+            self._forks.setdefault(rref_id, {})[fork_id] = holder
 
-    def set_fork_holder(self, rref_id: int, fork_id: int, worker_id: int) -> None:
+    def set_fork_holder(self, rref_id: int, fork_id: int, holder: Stay) -> None:
         """Record the worker to which a fork (a copy of an RRef) was sent."""
         with self._lock:
             forks = self._forks.get(rref_id)
             if forks is not None and fork_id in forks:
-                forks[fork_id] = worker_id
-            gone = worker_id in self._gone_workers
-        if gone:
+                forks[fork_id] = holder
+        if holder.ended:
             self.delete_fork(rref_id, fork_id)
 
     def delete_fork(self, rref_id: int, fork_id: int) -> None:
@@ -127,15 +134,14 @@ class OwnerTable:
                     released = self._kept.pop(rref_id)
         del released
 
-    def delete_forks_of(self, worker_id: int) -> None:
-        """Delete all forks (RRefs) on a worker that is lost or has left."""
+    def delete_ended_forks(self) -> None:
+        """Delete all forks (RRefs) on workers whose stay has ended."""
         with self._lock:
-            self._gone_workers.add(worker_id)
             deleted = [
                 (rref_id, fork_id)
                 for rref_id, forks in self._forks.items()
                 for fork_id, holder in forks.items()
-                if holder == worker_id
+                if holder is not None and holder.ended
             ]
         for rref_id, fork_id in deleted:
             self.delete_fork(rref_id, fork_id)

@@ -28,7 +28,10 @@ worker has learnt that the owner knows of this user.
 
 Each of these RREF messages is repeated until it is answered, and does no harm if it arrives twice.
 When a worker is gone (lost, or has left the group), the owner deletes the forks on that worker, and
-parents are no longer kept alive for children that were sent to it.
+parents are no longer kept alive for children that were sent to it. If the worker comes back (it was
+frozen, or the network was cut), the users that it had are *void*. A worker that uses a user sends
+the id of its fork, if the user is confirmed. If the owner's table does not list that fork, the
+owner answers at once that the user is void.
 
 This is torch's protocol ("Remote Reference Protocol" in PyTorch's documentation), a kind of
 reference listing (Birrell et al., "Distributed Garbage Collection for Network Objects", 1993): the
@@ -54,6 +57,7 @@ from gradwire._core.rpc.agent import Agent
 from gradwire._core.rpc.exceptions import detach
 from gradwire._core.rpc.function_calls import ASYNC_MARK, FunctionCalls, MethodResult
 from gradwire._core.rpc.futures import Future
+from gradwire._core.rpc.liveness import Stay
 from gradwire._core.rpc.server import Request
 from gradwire._core.rref.owner_table import OwnedValue, OwnerTable
 from gradwire._core.rref.rref import RRef
@@ -66,8 +70,9 @@ _TAG = "rref"
 
 #: A message contains this tuple in place of an RRef. The tuple has the owner's id and name, the
 #: RRef's id, the id of the new RRef (the fork) that the receiver will make, and the id of the
-#: sending worker. Torch calls it RRefForkData.
-_ForkData = tuple[int, str, int, int, int]
+#: sending worker. Torch calls it RRefForkData. The last item is the id of the parent if that is a
+#: confirmed user, and None otherwise.
+_ForkData = tuple[int, str, int, int, int, int | None]
 
 
 class RRefs:
@@ -88,14 +93,15 @@ class RRefs:
         self._calls = calls
         self._ids = IdSource(agent.info.id)
         self.info = agent.info
+        self._stay_of = agent.liveness.stay_of
         self.table = OwnerTable()
         #: The lock is reentrant, because while a thread holds it, the garbage collector may run
         #: user code in that thread, and this code may send RRefs.
         self._lock = threading.RLock()
-        #: The RRefs that were sent, and the ids of the workers to which they were sent (None until
-        #: the message has been sent). The receiver makes a new RRef, whose id is the key. An RRef
-        #: is kept here until the owner of the value knows of that new RRef.
-        self._pending_children: dict[int, tuple[RRef[Any], int | None]] = {}
+        #: The RRefs that were sent, and the stays of the workers to which they were sent (None
+        #: until the message has been sent). The receiver makes a new RRef, whose id is the key. An
+        #: RRef is kept here until the owner of the value knows of that new RRef.
+        self._pending_children: dict[int, tuple[RRef[Any], Stay | None]] = {}
         #: The deleted RRefs to values of other workers. Those workers have not been told of the
         #: deletions yet.
         self._deleted_users: deque[tuple[WorkerInfo, int, int, Future[Any] | None]] = deque()
@@ -170,7 +176,7 @@ class RRefs:
         rref_id, fork_id = request.tags[_TAG]
         owned = self.table.get(rref_id)
         if request.caller.id != self.info.id:
-            self.table.add_fork(rref_id, fork_id, request.caller.id)
+            self.table.add_fork(rref_id, fork_id, self._stay_of(request.caller.id))
 
         def deliver(value: Any) -> None:
             owned.set_value(value)
@@ -191,7 +197,7 @@ class RRefs:
             return self.wait_for(rref._owned.future, timeout)
         self._check_creation(rref)
         peer = self._agent.peers.find(rref._owner)
-        encoded = self._agent.codec.encode((rref._rref_id, rref._fork_id))
+        encoded = self._agent.codec.encode((rref._rref_id, _confirmed_fork(rref)))
         try:
             value = self._agent.sender.call(
                 peer, Kind.PYTHON_RREF_FETCH_CALL, "RRef.to_here()", encoded, timeout
@@ -235,11 +241,7 @@ class RRefs:
 
     def _serve_fetch(self, request: Request) -> None:
         rref_id, fork_id = request.decode()
-        if self.table.is_deleted(fork_id):
-            raise GradwireError(
-                f"worker {self.info.name!r} has dropped the value of this RRef: it regarded worker "
-                f"{request.caller.name!r} as lost, or was told that the RRef was deleted"
-            )
+        self._check_fork(rref_id, fork_id)
         owned = self.table.get(rref_id)
         request.subject = "RRef.to_here()"
 
@@ -253,6 +255,16 @@ class RRefs:
                 self._calls.answer(request, future.value())
 
         owned.future.add_done_callback(answer)
+
+    def _check_fork(self, rref_id: int, fork_id: int | None) -> None:
+        """Raise an error if a fork, by which another worker uses a value of this worker, is void.
+        `fork_id` is None if the fork is not confirmed."""
+        if self.table.is_void(rref_id, fork_id):
+            raise GradwireError(
+                f"worker {self.info.name!r} has dropped the value of this RRef, because it "
+                "regarded the worker that held the RRef as lost, or was told that the RRef was "
+                "deleted. Make a new RRef"
+            )
 
     # -- calling methods of values
 
@@ -307,7 +319,9 @@ class RRefs:
             with self._lock:
                 self._pending_children[fork_id] = (rref, None)
         add_attachment(_RRefAttachment(self, rref, fork_id))
-        return rref._owner.id, rref._owner.name, rref._rref_id, fork_id, self.info.id
+        owner = rref._owner
+        parent = _confirmed_fork(rref)
+        return owner.id, owner.name, rref._rref_id, fork_id, self.info.id, parent
 
     def owner_sent(self, rref_id: int, fork_id: int, to: WorkerInfo | None) -> None:
         """Record that this worker, which owns the value of an RRef, has sent the RRef to the worker
@@ -315,24 +329,27 @@ class RRefs:
         if to is None:
             self.table.delete_fork(rref_id, fork_id)
         else:
-            self.table.set_fork_holder(rref_id, fork_id, to.id)
+            self.table.set_fork_holder(rref_id, fork_id, self._stay_of(to.id))
 
     def user_sent(self, fork_id: int, to: WorkerInfo | None) -> None:
         """Record that this worker, which does not own the value of an RRef, has sent the RRef to
         the worker `to`. If `to` is None, the RRef could not be sent."""
         with self._lock:
             pending = self._pending_children.pop(fork_id, None)
-            if pending is not None and to is not None and not self.table.is_gone(to.id):
-                self._pending_children[fork_id] = (pending[0], to.id)
+            if pending is not None and to is not None:
+                stay = self._stay_of(to.id)
+                if not stay.ended:
+                    self._pending_children[fork_id] = (pending[0], stay)
         # Deleting the last reference to an RRef may run user code, so the lock must not be held
         # here.
         del pending
 
     def _receive(self, fork_data: _ForkData) -> RRef[Any]:
         """Make the RRef that a received message describes."""
-        owner_id, owner_name, rref_id, fork_id, parent_id = fork_data
+        owner_id, owner_name, rref_id, fork_id, parent_id, parent_fork = fork_data
         rref: RRef[Any] = self._rref_type.__new__(self._rref_type)
         if owner_id == self.info.id:
+            self._check_fork(rref_id, parent_fork)
             rref._set_up(self, rref_id, self.info, self.table.get(rref_id), 0, None)
             if parent_id == self.info.id:
                 # The owner sent the RRef to itself. The table of values lists only the forks on
@@ -349,7 +366,9 @@ class RRefs:
         if parent_id == owner_id:
             rref._set_up(self, rref_id, owner, None, fork_id, None)
             return rref
-        confirmation = self._send_until_answered(owner, Kind.RREF_FORK_REQUEST, (rref_id, fork_id))
+        confirmation = self._send_until_answered(
+            owner, Kind.RREF_FORK_REQUEST, (rref_id, fork_id, parent_fork)
+        )
         confirmation.add_done_callback(lambda _: self._accept_child(parent_id, fork_id))
         rref._set_up(self, rref_id, owner, None, fork_id, confirmation)
         current_decoding().unconfirmed.append(confirmation)
@@ -364,8 +383,11 @@ class RRefs:
             pass  # The worker that sent the RRef is gone, so no message to it is needed.
 
     def _serve_fork_request(self, request: Request) -> None:
-        rref_id, fork_id = request.decode()
-        self.table.add_fork(rref_id, fork_id, request.caller.id)
+        rref_id, fork_id, parent_fork = request.decode()
+        # The message may be repeated after the parent was deleted. Then the fork is listed already.
+        if self.table.is_void(rref_id, fork_id):
+            self._check_fork(rref_id, parent_fork)
+        self.table.add_fork(rref_id, fork_id, self._stay_of(request.caller.id))
         request.answer(None)
 
     def _serve_child_accept(self, request: Request) -> None:
@@ -448,13 +470,17 @@ class RRefs:
         self.table.delete_fork(*request.decode())
         request.answer(None)
 
-    def _forget_worker(self, info: WorkerInfo) -> None:
+    def _forget_worker(self, _info: WorkerInfo) -> None:
         """Delete the RRefs that a worker had to values of this worker, because that worker is lost
         or has left. Also release the RRefs that were kept alive because they were sent to that
         worker."""
-        self.table.delete_forks_of(info.id)
+        self.table.delete_ended_forks()
         with self._lock:
-            lost = [fork_id for fork_id, (_, to) in self._pending_children.items() if to == info.id]
+            lost = [
+                fork_id
+                for fork_id, (_, to) in self._pending_children.items()
+                if to is not None and to.ended
+            ]
             released = [self._pending_children.pop(fork_id) for fork_id in lost]
         del released
 
@@ -508,6 +534,12 @@ class _RRefAttachment:
     def lost(self, by: WorkerInfo) -> None:
         if by.id == self._parent._owner.id and self._parent._owned is None:
             self._rrefs.revoke_child(self._parent, self._fork_id)
+
+
+def _confirmed_fork(rref: RRef[Any]) -> int | None:
+    """Return the id of a confirmed user, which its owner must know. Return None for any other RRef:
+    it is on the owner, or the owner may not know of it yet."""
+    return rref._fork_id if rref._owned is None and rref.confirmed_by_owner() else None
 
 
 def _explain_creation_error(error: BaseException) -> BaseException:
