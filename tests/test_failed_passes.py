@@ -25,6 +25,7 @@ from gradwire._core.autograd.pass_messages import (
 )
 from gradwire._core.autograd.plan import make_roots
 from gradwire._core.autograd.termination import NOT_A_CHILD
+from gradwire._core.ids import WorkerInfo
 from gradwire._core.rpc.exceptions import add_note, decode_exception, encode_exception
 from gradwire._core.wire.codec import Codec
 from gradwire._core.wire.messages import Kind
@@ -194,7 +195,7 @@ def test_a_note_survives_when_attributes_cannot_be_sent() -> None:
     error.lock = threading.Lock()  # type: ignore[attr-defined]
     add_note(error, "somewhere")
     codec = Codec()
-    encoded = encode_exception(codec, error, "there")
+    encoded = encode_exception(codec, error, "a function", WorkerInfo("there", 1))
     decoded = decode_exception(codec, encoded.whole_payload(), encoded.buffers, "there")
     assert type(decoded) is ZeroDivisionError
     assert decoded.__notes__ == ["somewhere"]

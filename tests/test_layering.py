@@ -31,6 +31,7 @@ LAYERS = [
         "_core.gpus",
         "_core.ids",
         "_core.torch_internals",
+        "_core.tracebacks",
         "options",
         "errors",
         "_version",

@@ -4,7 +4,7 @@
     ├── SetupError              a worker cannot start or join: options, rendezvous, names
     │   └── AuthenticationError the peer does not know the group's token
     ├── NotInitializedError     there is no current worker
-    ├── EncodingError           a value cannot be sent; the message names the argument
+    ├── EncodingError           a value cannot be sent; the message names the argument or result
     ├── UnknownWorkerError      the group has no worker of that name or id
     ├── ContextReleased         an autograd context was used after its release
     └── CallError               a call has no result; names the worker and the call
@@ -14,7 +14,8 @@
         └── RemoteError         the function raised an exception that cannot be rebuilt here
 
 When a function raises on another worker, the caller gets an exception of the *same* type. Its
-``__cause__`` is a `RemoteTraceback`, so that the printed traceback shows the remote frames too.
+``__cause__`` is a `RemoteTraceback`, so that the printed traceback shows the remote frames too. A
+note at its end names the call and the worker.
 
 `CallError.may_have_run` tells whether the function may have run. gradwire never runs a function
 twice for one call. When `may_have_run` is False, it is safe to call again:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from gradwire import rpc
 from gradwire._core import current
-from gradwire._core.rpc.exceptions import add_note
+from gradwire._core.rpc.exceptions import add_note, adds_place
 from gradwire._core.rpc.function_calls import MethodResult
 from gradwire._core.rref.rref import RRef
 from gradwire._core.torch_internals import tree_map_only
@@ -33,6 +33,7 @@ put_off: ContextVar[list[Callable[[list[str]], None]] | None] = ContextVar("put_
 # -- construction
 
 
+@adds_place
 def make_module(*given: Any) -> tuple[RRef[nn.Module], str]:
     """Make a module. Return a reference to it, and the name of its class. The arguments are those
     of `make_module_later`."""
@@ -40,6 +41,7 @@ def make_module(*given: Any) -> tuple[RRef[nn.Module], str]:
     return RRef(module), type(module).__qualname__
 
 
+@adds_place
 def make_module_later(
     module_cls: Callable[..., nn.Module],
     args: Sequence[Any],

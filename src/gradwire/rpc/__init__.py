@@ -87,7 +87,7 @@ def rpc_sync(
     >>> rpc_sync("worker1", torch.add, args=(torch.ones(2), 1))      # doctest: +SKIP
     tensor([2., 2.])
     """
-    return current_runtime().calls.rpc_sync(to, func, args or (), kwargs, timeout)
+    return current_runtime().calls.rpc_sync(to, func, args, kwargs, timeout)
 
 
 def rpc_async(
@@ -103,7 +103,7 @@ def rpc_async(
     >>> future.wait()                                                       # doctest: +SKIP
     tensor([2., 2.])
     """
-    return current_runtime().calls.rpc_async(to, func, args or (), kwargs, timeout)
+    return current_runtime().calls.rpc_async(to, func, args, kwargs, timeout)
 
 
 def remote(
@@ -118,7 +118,7 @@ def remote(
     >>> rref = remote("worker1", torch.nn.Linear, args=(4, 2))     # doctest: +SKIP
     >>> rref.rpc_sync().forward(torch.ones(4))                     # doctest: +SKIP
     """
-    return current_runtime().rrefs.remote(to, func, args or (), kwargs, timeout)
+    return current_runtime().rrefs.remote(to, func, args, kwargs, timeout)
 
 
 def get_worker_info(worker_name: str | None = None) -> WorkerInfo:

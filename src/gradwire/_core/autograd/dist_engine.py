@@ -156,7 +156,7 @@ class DistEngine:
             # If the pass has failed, its requests for summaries were ended too. In that case, raise
             # the error that made the pass fail, not the error of an ended request.
             if planned.error is not None:
-                raise planned.error from None
+                raise planned.error from planned.error.__cause__
             raise
 
     def _serve_summary(self, request: Request) -> None:
@@ -200,8 +200,7 @@ class DistEngine:
 
     def encode_failure(self, error: BaseException) -> FailureReason:
         """Encode the error with which a pass failed on this worker, for other workers to read."""
-        where = f'the backward pass on worker "{self.info.name}" (id {self.info.id}) raised:'
-        encoded = encode_exception(self.agent.codec, error, where)
+        encoded = encode_exception(self.agent.codec, error, "the backward pass", self.info)
         return encoded.whole_payload(), encoded.buffers
 
     def report_failure(

@@ -11,16 +11,19 @@ exception that cannot be rebuilt becomes a `RemoteError` with the name of its ty
 from __future__ import annotations
 
 import pickle
-import sys
-import traceback
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from types import FunctionType
+from typing import Any, TypeVar
 
 from torch import Tensor
 
+from gradwire._core.ids import WorkerInfo
+from gradwire._core.tracebacks import format_error, format_frames
 from gradwire._core.wire.codec import Codec
 from gradwire._core.wire.encoding import Encoded
 from gradwire.errors import CallError, RemoteError, RemoteTraceback
+
+F = TypeVar("F", bound=Callable[..., Any])
 
 
 def add_note(error: BaseException, note: str) -> None:
@@ -32,23 +35,43 @@ def add_note(error: BaseException, note: str) -> None:
         pass  # The class does not allow new attributes, so the note is left out.
 
 
-def _format(error: BaseException) -> str:
-    """Return the text of an exception with its traceback and its notes. (Python 3.10 does not
-    format notes, so this function appends them.)"""
+def add_place(error: BaseException, func: Any, call: str, worker: str) -> None:
+    """Add a note that names the call, and the worker, in which an exception was raised. `func` is
+    the called function, or its name."""
+    if not (isinstance(func, FunctionType) and hasattr(func, "adds_place")):
+        add_note(error, f"in the call of {call} on worker {worker!r}")
+
+
+def adds_place(func: F) -> F:
+    """Mark a function of gradwire that itself adds a note to its errors, with the words that its
+    caller knows."""
+    func.adds_place = True  # type: ignore[attr-defined]
+    return func
+
+
+def _traceback_text(error: BaseException, what: str, worker: WorkerInfo) -> str:
+    """Return the traceback of an exception that `what` has raised on a worker, as text.
+
+    If the exception has come to that worker from a further worker, the text begins with the frames
+    on that worker and goes on with those on the further one, as if all were frames of one
+    process."""
+    where = f'{what} on worker "{worker.name}" (id {worker.id}) raised:\n\n'
     try:
-        lines = traceback.format_exception(type(error), error, error.__traceback__)
-        if sys.version_info < (3, 11):
-            lines += [f"{note}\n" for note in getattr(error, "__notes__", ())]
-    except Exception as trouble:
-        return f"{type(error).__qualname__}, whose traceback cannot be formatted: {trouble!r}\n"
-    return "".join(lines)
+        cause, trace = error.__cause__, error.__traceback__
+    except Exception:
+        cause = None  # The class hides its attributes.
+    if not isinstance(cause, RemoteTraceback):
+        return where + format_error(error)
+    frames = format_frames(trace)
+    here = f"{where}Traceback (most recent call last):\n{frames}\n" if frames else ""
+    return here + cause.text
 
 
-def encode_exception(codec: Codec, error: BaseException, where: str) -> Encoded:
-    """Encode an exception. `where` names the call and the worker that raised it."""
-    trace = _format(error)
+def encode_exception(codec: Codec, error: BaseException, what: str, worker: WorkerInfo) -> Encoded:
+    """Encode an exception that `what`, usually a function, has raised on a worker."""
+    trace = _traceback_text(error, what, worker)
     name = f"{type(error).__module__}.{type(error).__qualname__}"
-    summary = (name, _text(error), f"{where}\n\n{trace}")
+    summary = (name, _text(error), trace)
     for whole in (True, False):
         try:
             args = _arguments(error)
@@ -66,13 +89,13 @@ def encode_exception(codec: Codec, error: BaseException, where: str) -> Encoded:
     return codec.encode((summary, None))
 
 
-def detach(error: BaseException, where: str) -> BaseException:
+def detach(error: BaseException, what: str, worker: WorkerInfo) -> None:
     """Replace the traceback of an exception by its text, so that the exception can be stored. A
-    traceback object would keep all its frames and their variables alive."""
-    trace = _format(error)
+    traceback object would keep all its frames and their variables alive. `what` has raised the
+    exception on a worker."""
+    trace = _traceback_text(error, what, worker)
     error.__traceback__ = error.__context__ = None
-    error.__cause__ = RemoteTraceback(f"{where}\n\n{trace}")
-    return error
+    error.__cause__ = RemoteTraceback(trace)
 
 
 def decode_exception(
@@ -82,8 +105,10 @@ def decode_exception(
     worker: str,
     *,
     call: str = "",
+    func: Any = None,
 ) -> BaseException:
-    """Decode an exception that `worker` sent. `call` names the call that failed."""
+    """Decode an exception that `worker` sent. `call` names the call that failed. If it was the call
+    of a user function, `func` is that function or its name, and a note names the call."""
     ((name, text, trace), parts), _ = codec.decode(payload)
     error = None
     if parts is not None:
@@ -101,6 +126,8 @@ def decode_exception(
     if error is None:
         where = f"{call} on worker {worker!r} raised " if call else ""
         error = RemoteError(f"{where}{name}: {text}", worker=worker, call=call)
+    elif func is not None:
+        add_place(error, func, call, worker)
     if isinstance(error, CallError):
         # The function that this worker called did run. It raised this error because a call that
         # it made itself failed, and until now `may_have_run` was about that other call.

@@ -12,7 +12,8 @@ from gradwire._core.rpc.agent import Agent
 from gradwire._core.rpc.futures import Future, when_all
 from gradwire._core.rpc.server import Request
 from gradwire._core.torch_internals import CFuture
-from gradwire._core.wire.codec import call_name
+from gradwire._core.tracebacks import trimmed, worth_showing
+from gradwire._core.wire.codec import as_written, call_name, closures_advice
 from gradwire._core.wire.encoding import Encoded
 from gradwire._core.wire.messages import Kind, Tags
 from gradwire.errors import EncodingError
@@ -67,31 +68,41 @@ class FunctionCalls:
         self,
         to: To,
         func: Callable[..., Any],
-        args: Sequence[Any],
+        args: Sequence[Any] | None,
         kwargs: dict[str, Any] | None,
         timeout: float,
+        name: str = "",
     ) -> Any:
-        """Run a function on a worker and return its result."""
+        """Run a function on a worker and return its result. Errors call it `name`, if one is given,
+        and otherwise by the name of the function."""
         agent = self._agent
-        peer = agent.peers.find(to)
-        seconds = agent.timeout(timeout)
-        encoded = agent.codec.encode_call(func, tuple(args), kwargs or {})
-        return agent.sender.call(peer, _PYTHON_CALL, func, encoded, seconds)
+        try:
+            peer = agent.peers.find(to)
+            seconds = agent.timeout(timeout)
+            encoded = agent.codec.encode_call(func, args, kwargs)
+            return agent.sender.call(peer, _PYTHON_CALL, name or func, encoded, seconds)
+        except Exception as error:
+            raise trimmed(error)  # noqa: B904  # It is the same error.
 
     def rpc_async(
         self,
         to: To,
         func: Callable[..., Any],
-        args: Sequence[Any],
+        args: Sequence[Any] | None,
         kwargs: dict[str, Any] | None,
         timeout: float,
+        name: str = "",
     ) -> Future[Any]:
-        """Run a function on a worker, and return a future of its result."""
+        """Run a function on a worker, and return a future of its result. `name`: as for
+        `rpc_sync`."""
         agent = self._agent
-        peer = agent.peers.find(to)
-        seconds = agent.timeout(timeout)
-        encoded = agent.codec.encode_call(func, tuple(args), kwargs or {})
-        return agent.sender.call_async(peer, _PYTHON_CALL, func, encoded, seconds)
+        try:
+            peer = agent.peers.find(to)
+            seconds = agent.timeout(timeout)
+            encoded = agent.codec.encode_call(func, args, kwargs)
+            return agent.sender.call_async(peer, _PYTHON_CALL, name or func, encoded, seconds)
+        except Exception as error:
+            raise trimmed(error)  # noqa: B904  # It is the same error.
 
     def _serve(self, request: Request) -> None:
         self.serve_function(request, partial(self.answer, request), request.fail)
@@ -107,9 +118,11 @@ class FunctionCalls:
             unknown = EncodingError(
                 f"the call cannot be decoded on worker {self._agent.info.name!r}: {error}. The RPC "
                 "pickler does not serialize the code of functions and classes: that worker must "
-                "be able to import the same module, with the same names in it"
+                "be able to import the same module, with the same names in it. What is defined in "
+                "a notebook or in the main program is sent by value with the option closures=True "
+                '(pip install "gradwire[closures]")'
             )
-            unknown.__cause__ = error
+            unknown.__cause__ = worth_showing(error)
             fail(unknown, "reading the arguments")
             return
         except BaseException as error:
@@ -165,7 +178,7 @@ class FunctionCalls:
                 with managers:
                     _deliver(request, func, func(*args, **kwargs), deliver, fail)
         except BaseException as error:
-            fail(error, call_name(func))
+            fail(error, as_written(func, args, kwargs)[0])
 
     def answer(self, request: Request, value: Any) -> None:
         """Send the result of a user call, with the tags that the interceptors attach. If the result
@@ -179,6 +192,8 @@ class FunctionCalls:
         except BaseException as error:
             if encoded is not None:
                 encoded.notify_attachments(None)
+            elif isinstance(error, Exception):
+                error = self._explain_unsendable(request, value, error)
             request.fail(error, "sending the result")
             if not isinstance(error, Exception):
                 raise
@@ -186,6 +201,18 @@ class FunctionCalls:
         request.answer_encoded(encoded, tags)
         if tags and request.channel.is_idle:
             self._agent.sender.use_idle_time(tags)
+
+    def _explain_unsendable(self, request: Request, value: Any, error: Exception) -> EncodingError:
+        """Return the error for a result that cannot be encoded. `error` is why."""
+        call, worker = call_name(request.subject), self._agent.info.name
+        explained = EncodingError(
+            f"the result of {call} on worker {worker!r} (a {type(value).__name__}) cannot be sent: "
+            f"{error}{closures_advice(value, error)}. Return what can be pickled, or leave the "
+            "result there: rpc.remote returns a reference to it, and RRef.rpc_sync() calls its "
+            "methods"
+        )
+        explained.__cause__ = worth_showing(error)
+        return explained
 
 
 def _deliver(

@@ -64,6 +64,11 @@ class Future(torch.futures.Future, Generic[T]):  # type: ignore[type-arg]
     def __str__(self) -> str:
         return str(self._name)
 
+    def rename(self, name: object) -> None:
+        """Set the object whose text names this future in errors. Only gradwire itself calls
+        this."""
+        self._name = name
+
     def completed_by(self, source: Waitable) -> None:
         """Set the object whose `wait` a thread calls to wait for this future. Only gradwire itself
         calls this method, right after the future is created."""
@@ -73,7 +78,14 @@ class Future(torch.futures.Future, Generic[T]):  # type: ignore[type-arg]
         """Block until the future is done; return its value or raise its error."""
         if self._source is not None and not self.done():
             self._source.wait(self)
-        return cast(T, super().wait())
+        try:
+            return cast(T, super().wait())
+        except Exception as error:
+            raise self._as_raised_here(error)  # noqa: B904  # It is the same error.
+
+    def _as_raised_here(self, error: Exception) -> BaseException:
+        """Return an error of this future without the frames of torch and of `_raise_failure`."""
+        return error if self._failure is None else self._failure.as_raised()
 
     def set_result(self, result: T) -> None:
         """Complete the future with a value."""
@@ -205,7 +217,10 @@ class Future(torch.futures.Future, Generic[T]):  # type: ignore[type-arg]
 
             self._call_when_done(notify)
             yield from done
-        return cast(T, super().wait())
+        try:
+            return cast(T, super().wait())
+        except Exception as error:
+            raise self._as_raised_here(error)  # noqa: B904  # It is the same error.
 
     def __del__(self) -> None:
         failure = self._failure
@@ -240,11 +255,18 @@ def _run_all(callbacks: list[Callable[[], None]]) -> None:
 class _Failure:
     """The error of a future, and whether the program has looked at the error."""
 
-    __slots__ = ("__weakref__", "error", "seen")
+    __slots__ = ("__weakref__", "error", "seen", "trace")
 
     def __init__(self, error: BaseException):
         self.error = error
+        #: The traceback that the error came with.
+        self.trace = error.__traceback__
         self.seen = False
+
+    def as_raised(self) -> BaseException:
+        """Return the error, to be raised where the program looks at it. Without its first
+        traceback, it would have the frames of all places where it was raised before."""
+        return self.error.with_traceback(self.trace)
 
 
 def _raise_failure(failure: weakref.ref[_Failure], text: str, _value: object) -> None:
@@ -252,7 +274,7 @@ def _raise_failure(failure: weakref.ref[_Failure], text: str, _value: object) ->
     if strong is None:
         raise RuntimeError(text)
     strong.seen = True
-    raise strong.error
+    raise strong.as_raised()
 
 
 class _Relay:

@@ -7,6 +7,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Sequence
+from difflib import get_close_matches
 from typing import Any, NoReturn, TypeVar
 
 from gradwire._core.group.membership import Member, Membership, is_valid_here, proves_end
@@ -125,11 +126,17 @@ class Peers:
         if peer is not None:
             return peer
         infos = [m.info for m in self._query(self._membership.members)]
+        advice = ""
         if isinstance(to, str):
-            names = ", ".join(info.name for info in infos)
+            known = [info.name for info in infos]
+            names = ", ".join(known)
+            for similar in get_close_matches(to, known, 1):
+                advice = f". Did you mean {similar!r}?"
         else:
             names = ", ".join(f"{info.name} (id {info.id})" for info in infos)
-        raise UnknownWorkerError(f"could not find destination worker {to!r}: the group has {names}")
+        raise UnknownWorkerError(
+            f"could not find destination worker {to!r}: the group has {names}{advice}"
+        )
 
     def _find_member(self, to: str | int) -> Peer | None:
         by: Any = self._membership.by_name if isinstance(to, str) else self._membership.by_id

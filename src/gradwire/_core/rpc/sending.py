@@ -30,6 +30,7 @@ from gradwire._core.rpc.open_call import OpenCall
 from gradwire._core.rpc.peers import Peer, Peers
 from gradwire._core.rpc.retry import RetryQueue
 from gradwire._core.rpc.timers import Timers
+from gradwire._core.tracebacks import worth_showing
 from gradwire._core.wire.codec import Codec
 from gradwire._core.wire.encoding import Encoded
 from gradwire._core.wire.frames import Frame
@@ -40,6 +41,7 @@ from gradwire.options import UNSET_TIMEOUT
 logger = logging.getLogger("gradwire")
 
 _EXCEPTION = Kind.EXCEPTION
+_PYTHON_CALL = Kind.PYTHON_CALL
 
 
 class Sender:
@@ -205,7 +207,12 @@ class Sender:
         kind, _, tags, payload = unpack(reply.head)
         if kind == _EXCEPTION:
             raise decode_exception(
-                self._codec, payload, reply.buffers, channel.peer.name, call=call.name
+                self._codec,
+                payload,
+                reply.buffers,
+                channel.peer.name,
+                call=call.name,
+                func=call.subject if call.kind == _PYTHON_CALL else None,
             )
         try:
             return self._decode(payload, reply.buffers, channel.peer.id, tags)
@@ -216,7 +223,7 @@ class Sender:
                 f"{error!r}",
                 worker=callee,
                 call=call.name,
-            ) from error
+            ) from worth_showing(error)
 
     def complete(self, call: OpenCall) -> None:
         """Complete the future of an asynchronous call that has its reply, or an error."""

@@ -115,8 +115,8 @@ class Request:
         """Send an exception back to the caller. `what` names the function that raised it."""
         port = self.channel.port
         subject = what or kind_name(self.kind)
-        where = f'{subject} on worker "{port.info.name}" (id {port.info.id}) raised:'
-        self.channel.send(self, Kind.EXCEPTION, encode_exception(port.codec, error, where), None)
+        encoded = encode_exception(port.codec, error, subject, port.info)
+        self.channel.send(self, Kind.EXCEPTION, encoded, None)
 
 
 class ServerChannel:

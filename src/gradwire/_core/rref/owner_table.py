@@ -43,7 +43,9 @@ class OwnedValue:
     def set_value(self, value: Any) -> None:
         self.future.set_result(value)
 
-    def set_error(self, error: BaseException) -> None:
+    def set_error(self, error: BaseException, what: str) -> None:
+        """Store the error with which `what`, the function that makes the value, has failed."""
+        self.future.rename(f"{what}, which makes the value of a remote reference,")
         self.future.set_exception(error)
 
 

@@ -54,13 +54,15 @@ from torch import Tensor
 
 from gradwire._core.ids import IdSource, To, WorkerInfo
 from gradwire._core.rpc.agent import Agent
-from gradwire._core.rpc.exceptions import detach
+from gradwire._core.rpc.exceptions import add_place, detach
 from gradwire._core.rpc.function_calls import ASYNC_MARK, FunctionCalls, MethodResult
 from gradwire._core.rpc.futures import Future
 from gradwire._core.rpc.liveness import Stay
 from gradwire._core.rpc.server import Request
 from gradwire._core.rref.owner_table import OwnedValue, OwnerTable
 from gradwire._core.rref.rref import RRef
+from gradwire._core.tracebacks import trimmed
+from gradwire._core.wire.codec import show_as
 from gradwire._core.wire.encoding import add_attachment, current_decoding
 from gradwire._core.wire.messages import Kind
 from gradwire.errors import CallError, CallTimeout, GradwireError
@@ -130,16 +132,18 @@ class RRefs:
         self,
         to: To,
         func: Any,
-        args: Sequence[Any],
+        args: Sequence[Any] | None,
         kwargs: dict[str, Any] | None,
         timeout: float,
+        name: str = "",
     ) -> RRef[Any]:
-        """Run a function on a worker, and return an RRef to the result, which stays there."""
+        """Run a function on a worker, and return an RRef to the result, which stays there. `name`:
+        as for `FunctionCalls.rpc_sync`."""
         peer, seconds = self._agent.peers.find(to), self._agent.timeout(timeout)
         rref_id = self.next_id()
         local = peer.info.id == self.info.id
         fork_id = rref_id if local else self.next_id()
-        encoded = self._agent.codec.encode_call(func, tuple(args), kwargs or {})
+        encoded = self._agent.codec.encode_call(func, args, kwargs)
         rref: RRef[Any] = self._rref_type.__new__(self._rref_type)
         if local:
             owned = OwnedValue(rref_id)
@@ -148,7 +152,7 @@ class RRefs:
         # cannot decode the call.
         tags = {_TAG: (rref_id, fork_id)}
         created = self._agent.sender.call_async(
-            peer, Kind.PYTHON_REMOTE_CALL, func, encoded, seconds, tags
+            peer, Kind.PYTHON_REMOTE_CALL, name or func, encoded, seconds, tags
         )
         created.expect_failure()  # A program gets the error later, when it uses the value.
         if local:
@@ -168,7 +172,7 @@ class RRefs:
             # The called function may set the value just before `set_error` does. Then `set_error`
             # raises RuntimeError, and the function's value is kept.
             with contextlib.suppress(RuntimeError):
-                value.set_error(creation_error)
+                value.set_error(creation_error, str(created))
                 value.creation_error = creation_error
 
     def _serve_remote(self, request: Request) -> None:
@@ -183,7 +187,10 @@ class RRefs:
             request.answer(None)
 
         def fail(error: BaseException, what: str) -> None:
-            owned.set_error(detach(error, f'{what} on worker "{self.info.name}" raised:'))
+            detach(error, what, self.info)
+            if request.subject:  # The call was decoded, so `what` is the name of the function.
+                add_place(error, request.subject, what, self.info.name)
+            owned.set_error(error, f"{what} on worker {self.info.name!r}")
             request.answer(None)
 
         self._calls.serve_function(request, deliver, fail)
@@ -193,22 +200,23 @@ class RRefs:
     def fetch(self, rref: RRef[Any], timeout: float) -> Any:
         """Return the value of an RRef if this worker owns it, and a copy of the value otherwise."""
         timeout = self._agent.timeout(timeout)
-        if rref._owned is not None:
-            return self.wait_for(rref._owned.future, timeout)
-        self._check_creation(rref)
-        peer = self._agent.peers.find(rref._owner)
-        encoded = self._agent.codec.encode((rref._rref_id, _confirmed_fork(rref)))
         try:
+            if rref._owned is not None:
+                return self.wait_for(rref._owned.future, timeout)
+            self._check_creation(rref)
+            peer = self._agent.peers.find(rref._owner)
+            encoded = self._agent.codec.encode((rref._rref_id, _confirmed_fork(rref)))
             value = self._agent.sender.call(
                 peer, Kind.PYTHON_RREF_FETCH_CALL, "RRef.to_here()", encoded, timeout
             )
             rref._confirmation = None  # The answer shows that the owner knows of this RRef.
             return value
-        except CallError:
+        except Exception as error:
             # The fetch may have failed because the value could not be made. In this case, the error
             # from making the value is raised, because it explains more than the error of the fetch.
-            self._check_creation(rref)
-            raise
+            if isinstance(error, CallError):
+                self._check_creation(rref)
+            raise trimmed(error)  # noqa: B904  # It is the same error.
 
     def _check_creation(self, rref: RRef[Any]) -> None:
         """If the call that makes the value of an RRef is known to have failed, raise its error."""
@@ -271,20 +279,20 @@ class RRefs:
     def call_method(
         self, rref: RRef[Any], name: str, args: Any, kwargs: Any, timeout: float
     ) -> Any:
-        return self._calls.rpc_sync(
-            rref._owner, call_method, (rref, name, args, kwargs), None, timeout
-        )
+        arguments = rref, name, args, kwargs
+        return self._calls.rpc_sync(rref._owner, call_method, arguments, None, timeout, name)
 
     def call_method_async(
         self, rref: RRef[Any], name: str, args: Any, kwargs: Any, timeout: float
     ) -> Future[Any]:
         arguments = rref, name, args, kwargs
-        return self._calls.rpc_async(rref._owner, call_method, arguments, None, timeout)
+        return self._calls.rpc_async(rref._owner, call_method, arguments, None, timeout, name)
 
     def remote_method(
         self, rref: RRef[Any], name: str, args: Any, kwargs: Any, timeout: float
     ) -> RRef[Any]:
-        return self.remote(rref._owner, call_method, (rref, name, args, kwargs), None, timeout)
+        arguments = rref, name, args, kwargs
+        return self.remote(rref._owner, call_method, arguments, None, timeout, name)
 
     def backward(self, rref: RRef[Any], context_id: int, retain_graph: bool) -> None:
         if rref._owned is None:
@@ -553,10 +561,11 @@ def _explain_creation_error(error: BaseException) -> BaseException:
         call=error.call,
         may_have_run=error.may_have_run,
     )
-    explained.__cause__ = error
+    explained.__cause__ = error.__cause__
     return explained
 
 
+@show_as(lambda _rref, name, args, kwargs: (name, args, kwargs))
 def call_method(rref: RRef[Any], name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Call a method of an RRef's value. This runs on the owner, the worker with the value."""
     value = rref.local_value()

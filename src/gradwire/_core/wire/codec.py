@@ -12,12 +12,18 @@ gradients, in an order that is the same for the sender and the receiver.
 from __future__ import annotations
 
 import marshal
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from functools import partial
+from types import BuiltinFunctionType, FunctionType, MethodDescriptorType
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
+from torch.overrides import resolve_name
 
+from gradwire._core.torch_internals import OPERATOR_TYPES
+from gradwire._core.tracebacks import worth_showing
 from gradwire._core.wire import tensors as wire_tensors
 from gradwire._core.wire.encoding import Decoding, Encoded, OnReceive, receive_dense
 from gradwire._core.wire.marshalling import PAIR, Split, join, split_call, split_value
@@ -26,6 +32,9 @@ from gradwire._core.wire.pickling import PICKLE_MARK, ValuePickler, unpickle
 from gradwire._core.wire.tensors import describe_dense
 from gradwire.errors import EncodingError
 
+F = TypeVar("F", bound=Callable[..., Any])
+
+_BUILTIN_TYPES = (BuiltinFunctionType, MethodDescriptorType)
 _REQUIRES_GRAD = wire_tensors.REQUIRES_GRAD
 _is_inference_mode_enabled = torch.is_inference_mode_enabled
 
@@ -80,24 +89,41 @@ class Codec:
     def encode_call(
         self,
         func: Callable[..., Any],
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
+        args: Sequence[Any] | None,
+        kwargs: dict[str, Any] | None,
     ) -> Encoded:
         """Encode a call. If that fails, the error names the argument that cannot be sent."""
+        if args is None:
+            args = ()
+        elif type(args) is not tuple:
+            args = _check_args(func, args)
+        if kwargs is None:
+            kwargs = {}
+        elif type(kwargs) is not dict:
+            kwargs = _check_kwargs(func, kwargs)
         try:
             # With the option `closures`, every call is pickled, because only the pickler knows
             # whether to send a function by name or by value.
             split = None if self._closures else split_call(func, args, kwargs, self._detached_types)
             return self._encode((func, args, kwargs), split)
         except Exception as error:
-            for description, value in _parts_of_call(func, args, kwargs):
-                try:
-                    self.encode(value).notify_attachments(None)
-                except Exception as cause:
-                    raise EncodingError(
-                        f"{description} cannot be sent: {cause}{_advice(value)}"
-                    ) from cause
-            raise EncodingError(f"the call to {call_name(func)} cannot be sent: {error}") from error
+            text, cause = self._find_unsendable(func, args, kwargs, error)
+            raise EncodingError(text) from worth_showing(cause)
+
+    def _find_unsendable(
+        self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], error: Exception
+    ) -> tuple[str, Exception]:
+        """Find the part of a call because of which encoding has failed with `error`. Return a text
+        that names the part, and the error of encoding this part."""
+        for description, value in _parts_of_call(func, args, kwargs):
+            try:
+                self.encode(value).notify_attachments(None)
+            except Exception as cause:
+                cause.__context__ = None  # This was `error`, which says the same.
+                advice = closures_advice(value, cause)
+                return f"{description} cannot be sent: {cause}{advice}", cause
+        call = as_written(func, args, kwargs)[0]
+        return f"the call to {call} cannot be sent: {error}", error
 
     def _encode(self, value: Any, split: Split | None) -> Encoded:
         """Encode a value. If `split` is None, pickle the value. Otherwise encode its parts, which
@@ -171,11 +197,68 @@ class Codec:
 
 
 def call_name(func: Any) -> str:
-    """Return the name of a callable for errors, logs and traces. A text is a name already."""
+    """Return the name of a callable for errors, logs and traces. A text is a name already. This
+    function raises nothing, and calls no `__repr__` of the user's, which may be long."""
     if isinstance(func, str):
         return func
-    name = getattr(func, "__qualname__", None) or getattr(func, "__name__", None)
-    return str(name) if name else repr(func)
+    if isinstance(func, partial):
+        return f"partial({call_name(func.func)})"
+    try:
+        if type(func) in OPERATOR_TYPES:
+            return f"torch.ops.{func}"
+        name = getattr(func, "__qualname__", None) or func.__name__
+        if isinstance(func, _BUILTIN_TYPES):
+            # Python calls `torch.add` by the name `_VariableFunctionsClass.add`.
+            with suppress(Exception):
+                name = resolve_name(func) or name
+        return str(name)
+    except Exception:
+        return f"an object of class {type(func).__qualname__}"
+
+
+#: Returns the name and the arguments of a call, as the program has written the call.
+AsWritten = Callable[..., tuple[str, tuple[Any, ...], dict[str, Any]]]
+
+
+def show_as(as_written: AsWritten) -> Callable[[F], F]:
+    """Mark a function of gradwire that calls something else, for example a method of a remote
+    value. Errors then show the call as the program has written it: `as_written` gets the arguments
+    of the function."""
+
+    def mark(func: F) -> F:
+        func.as_written = as_written  # type: ignore[attr-defined]
+        return func
+
+    return mark
+
+
+def as_written(
+    func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[str, tuple[Any, ...], dict[str, Any]]:
+    """Return the name and the arguments of a call, as the program has written the call."""
+    if isinstance(func, FunctionType) and hasattr(func, "as_written"):
+        with suppress(Exception):  # The arguments may come from another worker, and be wrong.
+            named: tuple[str, tuple[Any, ...], dict[str, Any]] = func.as_written(*args, **kwargs)
+            return named
+    return call_name(func), args, kwargs
+
+
+def _check_args(func: Any, args: Any) -> tuple[Any, ...]:
+    if isinstance(args, (tuple, list)):
+        return tuple(args)
+    raise EncodingError(
+        f"args must be a tuple or a list of the arguments of {call_name(func)}, not "
+        f"{type(args).__name__}. For one argument write args=(x,)"
+    )
+
+
+def _check_kwargs(func: Any, kwargs: Any) -> dict[str, Any]:
+    if isinstance(kwargs, Mapping):
+        return dict(kwargs)
+    raise EncodingError(
+        f"kwargs must be a dictionary of the named arguments of {call_name(func)}, not "
+        f"{type(kwargs).__name__}"
+    )
 
 
 def _parts_of_call(
@@ -183,7 +266,7 @@ def _parts_of_call(
 ) -> Iterator[tuple[str, Any]]:
     """Yield pairs for the function of a call and for each argument. The first item of a pair is a
     description for an error text, the second is the function or argument."""
-    called = call_name(func)
+    called, args, kwargs = as_written(func, args, kwargs)
     yield f"the function {called}", func
     for position, value in enumerate(args):
         yield f"argument {position} of {called} (a {type(value).__name__})", value
@@ -191,10 +274,11 @@ def _parts_of_call(
         yield f"argument {key!r} of {called} (a {type(value).__name__})", value
 
 
-def _advice(value: Any) -> str:
-    """Return advice for an error text if the value is a local function, else an empty text."""
-    name = str(getattr(value, "__qualname__", ""))
-    if "<lambda>" in name or "<locals>" in name:
+def closures_advice(value: Any, error: Exception) -> str:
+    """Return advice for an error text if the value, or a part of it, could not be sent because it
+    is a local function or class. Otherwise return an empty text."""
+    names = f"{getattr(value, '__qualname__', '')} {error}"
+    if "<lambda>" in names or "<locals>" in names:
         return (
             ". Lambdas and functions defined inside functions are sent by value only with the "
             'option closures=True (pip install "gradwire[closures]"); or define it at the top '

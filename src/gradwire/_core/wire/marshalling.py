@@ -66,6 +66,8 @@ def split_call(
     """Split a function call into tensors and instances of registered types, which `marshal` cannot
     encode, and the rest, which it can. Return None if the call must be pickled."""
     if type(func) is not FunctionType:
+        if not callable(func):
+            raise TypeError("it is not callable")
         return None
     module, name = func.__module__, func.__qualname__
     try:

@@ -119,7 +119,9 @@ def rpc_sync(
     _check_callable(func)
     info = _to_worker_info(to)
     with _profiled(RPCExecMode.SYNC, func, info):
-        return current.runtime().calls.rpc_sync(info, func, args or (), kwargs, timeout)
+        return current.runtime().calls.rpc_sync(
+            info, func, tuple(args or ()), kwargs or {}, timeout
+        )
 
 
 @_require_initialized
@@ -134,7 +136,9 @@ def rpc_async(
     _check_callable(func)
     info = _to_worker_info(to)
     with _profiled(RPCExecMode.ASYNC, func, info):
-        future = current.runtime().calls.rpc_async(info, func, args or (), kwargs, timeout)
+        future = current.runtime().calls.rpc_async(
+            info, func, tuple(args or ()), kwargs or {}, timeout
+        )
     if hasattr(_thread_local_var, "future_list"):
         _thread_local_var.future_list.append(future)
     return future
@@ -152,7 +156,7 @@ def remote(
     _check_callable(func)
     info = _to_worker_info(to)
     with _profiled(RPCExecMode.REMOTE, func, info):
-        return current.runtime().rrefs.remote(info, func, args or (), kwargs, timeout)
+        return current.runtime().rrefs.remote(info, func, tuple(args or ()), kwargs or {}, timeout)
 
 
 @contextlib.contextmanager
