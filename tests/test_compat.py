@@ -276,6 +276,15 @@ def test_special_methods_are_called_through_proxies(run_here: Run) -> None:
     assert run_here(program) == "1 1\nTrue\n1\ntype object 'dict' has no attribute '__matmul__'\n"
 
 
+def test_references_have_the_repr_of_torch(run_here: Run) -> None:
+    program = ALONE + textwrap.dedent("""
+    join()
+    print(rpc.RRef(1))
+    rpc.shutdown()
+    """)
+    assert run_here(program) == "OwnerRRef(GloballyUniqueId(created_on=0, local_id=0))\n"
+
+
 def test_compiled_functions_and_modules_are_sent(run_here: Run) -> None:
     program = ALONE + textwrap.dedent("""
     from torch.distributed.rpc import RRef

@@ -1,4 +1,4 @@
-"""Errors and log lines as a user reads them: they name the call and the worker, and show the
+"""Errors, log lines and reprs as a user reads them: they name the call and the worker, and show the
 user's code instead of gradwire's."""
 
 from __future__ import annotations
@@ -74,9 +74,14 @@ def break_down_later(worker: str) -> rpc.Future[None]:
 GO_ON = threading.Event()
 
 
+def wait_for_go() -> int:
+    assert GO_ON.wait(30)
+    return 1
+
+
 @pytest.fixture
 def held_back() -> Iterator[None]:
-    """Let `Machine.wait` go on when the test has ended."""
+    """Let `wait_for_go` run on when the test has ended."""
     GO_ON.clear()
     yield
     GO_ON.set()
@@ -427,3 +432,62 @@ def test_a_failure_that_nobody_looked_at_is_logged_with_call_and_worker(
     assert lines()[1].startswith(
         "break_down on worker 'worker2', which makes the value of a remote reference, failed"
     )
+
+
+# -- reprs
+
+
+def test_the_repr_of_a_future_shows_call_worker_and_state(
+    trio: list[Worker], held_back: None
+) -> None:
+    future, forever = (rpc.rpc_async("worker1", wait_for_go, timeout=t) for t in (30, 0))
+    child = future.then(lambda _: 2)
+    assert repr(future).startswith("<Future of wait_for_go on worker 'worker1', pending for ")
+    assert repr(future).endswith(" s>")
+    assert repr(forever) == "<Future of wait_for_go on worker 'worker1', pending>"
+    assert "a callback of wait_for_go on worker 'worker1', pending" in repr(child)
+    GO_ON.set()
+    assert (future.wait(), forever.wait(), child.wait()) == (1, 1, 2)
+    assert repr(future) == "<Future of wait_for_go on worker 'worker1', done>"
+    failed = rpc.rpc_async("worker1", break_down)
+    until(failed.done, "the future has failed")
+    assert repr(failed) == "<Future of break_down on worker 'worker1', failed with Broken>"
+    assert isinstance(failed.exception(), Broken)
+    assert repr(rpc.Future()) == "<Future of a call, pending>"
+
+
+def test_the_repr_of_a_reference_shows_owner_type_and_state(
+    trio: list[Worker], held_back: None
+) -> None:
+    here = "on this worker, 'worker0'"
+    assert repr(rpc.RRef(torch.ones(2))).endswith(f" to a value of type Tensor {here}, ready>")
+    local, remote = (rpc.remote(to, wait_for_go) for to in ("worker0", "worker1"))
+    made_there = "to the result of wait_for_go on worker 'worker1'"
+    assert repr(local).endswith(f" to the result of wait_for_go {here}, pending>")
+    assert repr(remote).endswith(f" {made_there}, not confirmed yet>")
+    GO_ON.set()
+    assert (local.to_here(), remote.to_here()) == (1, 1)
+    assert repr(local).endswith(f" to a value of type int {here}, ready>")
+    assert repr(remote).endswith(f" {made_there}, confirmed>")
+    failed = rpc.remote("worker0", break_down)
+    raised_by(failed.to_here)
+    assert repr(failed).endswith(f" to the result of break_down {here}, failed with Broken>")
+    assert repr(remote.rpc_sync()) == f"<the methods of {remote!r}>"
+    assert repr(rpc.RRef.__new__(rpc.RRef)) == "<RRef that refers to nothing yet>"
+    assert rpc.rpc_sync("worker2", repr, (remote,)).endswith(
+        " to a value on worker 'worker1', confirmed>"
+    )
+
+
+def test_the_repr_of_a_context_shows_what_it_has_recorded(trio: list[Worker]) -> None:
+    context = autograd.context()
+    assert repr(context) == "<autograd context, not entered>"
+    with context as context_id:
+        x = torch.ones(2, requires_grad=True)
+        loss = rpc.rpc_sync("worker1", torch.neg, (x,)).sum()
+        autograd.backward(context_id, [loss])
+        assert repr(context) == (
+            f"<autograd context {context_id} of worker 0, open on this worker, sends: 1, recvs: 1, "
+            "leaves: 1>"
+        )
+    assert repr(context) == f"<autograd context {context_id} of worker 0, released>"

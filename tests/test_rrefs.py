@@ -318,14 +318,6 @@ def test_references_cannot_be_pickled_outside_of_calls(trio: list[Worker]) -> No
         pickle.dumps(rref)
 
 
-def test_references_have_the_repr_of_torch(trio: list[Worker]) -> None:
-    assert repr(trio[2].rref(1)) == "OwnerRRef(GloballyUniqueId(created_on=2, local_id=0))"
-    assert repr(trio[0].remote("worker1", max, (1, 2))) == (
-        "UserRRef(RRefId = GloballyUniqueId(created_on=0, local_id=0), "
-        "ForkId = GloballyUniqueId(created_on=0, local_id=1))"
-    )
-
-
 def test_fetching_a_value_that_the_owner_has_dropped_raises(trio: list[Worker]) -> None:
     rref = trio[0].remote("worker1", Thing, ("gone",))
     assert rref.to_here().name == "gone"

@@ -14,7 +14,7 @@ from typing import Any
 from torch import Tensor
 
 from gradwire._core import current
-from gradwire._core.autograd.context import add_up, current_id
+from gradwire._core.autograd.context import Context, add_up, current_id
 from gradwire._core.autograd.pass_messages import PassOptions
 from gradwire._core.autograd.plan import make_roots
 from gradwire.options import UNSET_TIMEOUT
@@ -37,14 +37,18 @@ class context:
         ...     backward(context_id, [loss])
     """
 
-    _id: int
+    _context: Context | None = None
 
     def __init__(self, into_grad: bool = False):
         self._into_grad = into_grad
 
+    def __repr__(self) -> str:
+        return "<autograd context, not entered>" if self._context is None else repr(self._context)
+
     def __enter__(self) -> int:
         self._runtime = current.runtime()
-        self._id = self._runtime.contexts.new(self._into_grad).id
+        self._context = self._runtime.contexts.new(self._into_grad)
+        self._id = self._context.id
         self._token = current_id.set(self._id)
         self._recording = self._runtime.versions.recording()
         if self._recording is not None:

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from gradwire._core.autograd.boundary import Recv, Send
 from gradwire._core.autograd.plan import Plan
-from gradwire._core.ids import INTO_GRAD, IdSource, max_id
+from gradwire._core.ids import INTO_GRAD, IdSource, creator, max_id
 from gradwire.errors import ContextReleased, GradwireError, WorkerLost
 
 #: How many ids of released contexts a worker remembers.
@@ -127,6 +127,11 @@ class Context:
         #: died. Its part of the autograd graph is lost too.
         self.lost: str | None = None
         self.released = False
+
+    def __repr__(self) -> str:
+        here = f"sends: {len(self.sends)}, recvs: {len(self.recvs)}, leaves: {len(self._gradients)}"
+        state = "released" if self.released else f"open on this worker, {here}"
+        return f"<autograd context {self.id} of worker {creator(self.id)}, {state}>"
 
     # -- recording
 

@@ -29,6 +29,9 @@ class Waitable(Protocol):
     def wait(self, future: Future[Any]) -> None:
         """Return when `future` is done."""
 
+    def age(self) -> float | None:
+        """Return how many seconds ago the call was made, or None if that is not known."""
+
 
 class Future(torch.futures.Future, Generic[T]):  # type: ignore[type-arg]
     """The result of a call that may still be running.
@@ -63,6 +66,21 @@ class Future(torch.futures.Future, Generic[T]):  # type: ignore[type-arg]
 
     def __str__(self) -> str:
         return str(self._name)
+
+    def __repr__(self) -> str:
+        state, age = self.state, None if self._source is None else self._source.age()
+        if state == "pending" and age is not None:
+            state = f"pending for {age:.1f} s"
+        return f"<Future of {self._name}, {state}>"
+
+    @property
+    def state(self) -> str:
+        """The state of the future as text: pending, done, or failed with the type of the error. An
+        error that the program has not looked at yet is still logged."""
+        if not self.done():
+            return "pending"
+        failure = self._failure
+        return "done" if failure is None else f"failed with {type(failure.error).__name__}"
 
     def rename(self, name: object) -> None:
         """Set the object whose text names this future in errors. Only gradwire itself calls
@@ -293,6 +311,10 @@ class _Relay:
         # The parent is done, but its callback may still be running on another thread.
         if not future.done():
             torch.futures.Future.wait(future)
+
+    def age(self) -> float | None:
+        source = self._parent._source
+        return None if source is None else source.age()
 
 
 def when_all(futures: Iterable[Any], then: Callable[[BaseException | None], None]) -> None:

@@ -83,6 +83,11 @@ class OpenCall:
     def __str__(self) -> str:
         return f"{self.name} on worker {self.to.name!r}"
 
+    def age(self) -> float | None:
+        """Return how many seconds ago the call was made, or None if it has no timeout, because the
+        time is not stored then."""
+        return time.monotonic() - self.deadline + self.timeout if self.timeout else None
+
     def finish(self) -> None:
         """Mark the call as finished and let the threads that wait for it go on."""
         self.finished = True

@@ -155,6 +155,7 @@ class RRefs:
             peer, Kind.PYTHON_REMOTE_CALL, name or func, encoded, seconds, tags
         )
         created.expect_failure()  # A program gets the error later, when it uses the value.
+        rref._made_by = name or func
         if local:
             rref._set_up(self, rref_id, self.info, owned, 0, created)
             created.add_done_callback(partial(self._check_local_creation, weakref.ref(owned)))

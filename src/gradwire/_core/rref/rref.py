@@ -9,6 +9,7 @@ from gradwire._core import current
 from gradwire._core.ids import WorkerInfo, creator, serial
 from gradwire._core.rpc.futures import Future
 from gradwire._core.rref.owner_table import OwnedValue
+from gradwire._core.wire.codec import call_name
 from gradwire.errors import EncodingError, GradwireError
 from gradwire.options import UNSET_TIMEOUT
 
@@ -88,6 +89,8 @@ class RRef(Generic[T]):
     #: A future that is done when the owner has made the value or has learnt of this RRef. None
     #: means that the owner already knows of this RRef.
     _confirmation: Future[Any] | None
+    #: The function that makes the value, or its name, if this RRef was made by `rpc.remote`.
+    _made_by: Any = None
 
     def __init__(self, value: T, type_hint: Any = None):  # noqa: ARG002
         rrefs: RRefOperations = current.runtime().rrefs
@@ -206,15 +209,27 @@ class RRef(Generic[T]):
         )
 
     def __repr__(self) -> str:
-        if self.is_owner():
-            return f"OwnerRRef({_format_id(self._rref_id)})"
-        rref_id, fork_id = _format_id(self._rref_id), _format_id(self._fork_id)
-        return f"UserRRef(RRefId = {rref_id}, ForkId = {fork_id})"
-
-
-def _format_id(unique_id: int) -> str:
-    """Return the id of an RRef or a fork as text, in the same format as torch."""
-    return f"GloballyUniqueId(created_on={creator(unique_id)}, local_id={serial(unique_id)})"
+        # This looks at no value of another worker, and waits for nothing.
+        try:
+            rref_id, owner, owned, confirmation = (
+                self._rref_id,
+                self._owner.name,
+                self._owned,
+                self._confirmation,
+            )
+        except AttributeError:
+            return "<RRef that refers to nothing yet>"
+        what = "a value" if self._made_by is None else f"the result of {call_name(self._made_by)}"
+        if owned is not None:
+            where, state = f"this worker, {owner!r}", owned.future.state
+            if state == "done":
+                what, state = f"a value of type {type(owned.future.value()).__name__}", "ready"
+        else:
+            where = f"worker {owner!r}"
+            state = "confirmed" if confirmation is None else confirmation.state
+            state = {"done": "confirmed", "pending": "not confirmed yet"}.get(state, state)
+        number = f"{creator(rref_id)}:{serial(rref_id)}"
+        return f"<RRef {number} to {what} on {where}, {state}>"
 
 
 # The special methods that a `_Proxy` object calls on the value: the methods of operators,
@@ -260,3 +275,6 @@ class _Proxy:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self._call(self._rref, "__call__", args, kwargs, self._timeout)
+
+    def __repr__(self) -> str:
+        return f"<the methods of {self._rref!r}>"

@@ -127,6 +127,12 @@ class RRef(_RRef[T]):
 
     # -- as a value
 
+    def __repr__(self) -> str:
+        if self.is_owner():
+            return f"OwnerRRef({_global_id(self._rref_id)})"
+        rref_id, fork_id = _global_id(self._rref_id), _global_id(self._fork_id)
+        return f"UserRRef(RRefId = {rref_id}, ForkId = {fork_id})"
+
     def _serialize(self) -> tuple[Any, ...]:
         return _internal_rpc_pickler.serialize(self)
 
