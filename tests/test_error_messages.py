@@ -25,8 +25,8 @@ from gradwire.worker import Worker
 from tests.processes import run_group, until
 
 OWN_FILES, TORCH_FILES = (str(Path(module.__file__).parent) for module in (gradwire, torch))
-#: Python 3.10 does not print notes.
-PRINTS_NOTES = sys.version_info >= (3, 11)
+#: Python 3.10 prints notes only if a library such as `exceptiongroup` has patched it.
+PRINTS_NOTES = hasattr(traceback.TracebackException(ValueError, None, None), "__notes__")
 
 
 class Broken(Exception):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
-import sys
 import threading
 import time
 import traceback
@@ -164,8 +163,10 @@ def test_the_root_cause_comes_through_a_chain_of_workers(
         place = f"on worker 'worker2', of {function.__name__} ({__file__}:{line})"
         assert caught.value.__notes__ == [f"in the backward pass {place}"]
         printed = "".join(traceback.format_exception(caught.value))
-        # Once in the remote traceback, and once as a note, if this version of Python prints notes.
-        assert printed.count(place) == (2 if sys.version_info >= (3, 11) else 1)
+        # Once in the remote traceback, and once as a note, if Python prints notes. (Python 3.10
+        # does so only if a library such as `exceptiongroup` has patched it.)
+        prints_notes = hasattr(traceback.TracebackException(Unwilling, None, None), "__notes__")
+        assert printed.count(place) == (2 if prints_notes else 1)
         assert "in refuse" in printed
         assert everywhere(trio, context_id) == {}
         ACTIONS.clear()

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import logging
 import os
-import sys
 import traceback
 from itertools import groupby
 from traceback import FrameSummary, StackSummary, TracebackException
@@ -32,12 +31,12 @@ _MACHINERY = {"gradwire", "pickle", "copyreg", "importlib", "cloudpickle", "torc
 
 def format_error(error: BaseException) -> str:
     """Return the text of an exception with its traceback and its notes. Frames of gradwire are
-    folded. (Python 3.10 does not format notes, so this function appends them.)"""
+    folded. (Python 3.10 does not format notes by itself, so this function appends them.)"""
     try:
         formatted = TracebackException(type(error), error, error.__traceback__)
         _fold(formatted)
         lines = list(formatted.format())
-        if sys.version_info < (3, 11):
+        if not hasattr(formatted, "__notes__"):
             lines += [f"{note}\n" for note in getattr(error, "__notes__", ())]
     except Exception as trouble:
         return f"{type(error).__qualname__}, whose traceback cannot be formatted: {trouble!r}\n"

@@ -282,8 +282,8 @@ class _Failure:
         self.seen = False
 
     def as_raised(self) -> BaseException:
-        """Return the error, to be raised where the program looks at it. Without its first
-        traceback, it would have the frames of all places where it was raised before."""
+        """Return the error with the traceback that it came with. Otherwise it would also show the
+        frames of the places where it was raised before."""
         return self.error.with_traceback(self.trace)
 
 
