@@ -82,7 +82,7 @@ class FunctionCalls:
             encoded = agent.codec.encode_call(func, args, kwargs)
             return agent.sender.call(peer, _PYTHON_CALL, name or func, encoded, seconds)
         except Exception as error:
-            raise trimmed(error)  # noqa: B904  # It is the same error.
+            raise trimmed(error)
 
     def rpc_async(
         self,
@@ -102,7 +102,7 @@ class FunctionCalls:
             encoded = agent.codec.encode_call(func, args, kwargs)
             return agent.sender.call_async(peer, _PYTHON_CALL, name or func, encoded, seconds)
         except Exception as error:
-            raise trimmed(error)  # noqa: B904  # It is the same error.
+            raise trimmed(error)
 
     def _serve(self, request: Request) -> None:
         self.serve_function(request, partial(self.answer, request), request.fail)

@@ -99,7 +99,7 @@ class Future(torch.futures.Future, Generic[T]):  # type: ignore[type-arg]
         try:
             return cast(T, super().wait())
         except Exception as error:
-            raise self._as_raised_here(error)  # noqa: B904  # It is the same error.
+            raise self._as_raised_here(error)
 
     def _as_raised_here(self, error: Exception) -> BaseException:
         """Return an error of this future without the frames of torch and of `_raise_failure`."""
@@ -238,7 +238,7 @@ class Future(torch.futures.Future, Generic[T]):  # type: ignore[type-arg]
         try:
             return cast(T, super().wait())
         except Exception as error:
-            raise self._as_raised_here(error)  # noqa: B904  # It is the same error.
+            raise self._as_raised_here(error)
 
     def __del__(self) -> None:
         failure = self._failure

@@ -217,7 +217,7 @@ class RRefs:
             # from making the value is raised, because it explains more than the error of the fetch.
             if isinstance(error, CallError):
                 self._check_creation(rref)
-            raise trimmed(error)  # noqa: B904  # It is the same error.
+            raise trimmed(error)
 
     def _check_creation(self, rref: RRef[Any]) -> None:
         """If the call that makes the value of an RRef is known to have failed, raise its error."""
