@@ -21,6 +21,7 @@ import torch
 import gradwire
 from gradwire import autograd, rpc
 from gradwire.errors import CallTimeout, EncodingError, RemoteError, UnknownWorkerError
+from gradwire.nn import RemoteModule
 from gradwire.worker import Worker
 from tests.processes import run_group, until
 
@@ -243,6 +244,18 @@ class HasABug:
         (
             lambda: rpc.remote("worker1", Machine).rpc_sync().use(1, make_lock()),
             "argument 1 of use (a lock)",
+        ),
+        (
+            lambda: RemoteModule("worker1", torch.nn.Linear, (2, make_lock())),
+            "argument 1 of Linear (a lock)",
+        ),
+        (
+            lambda: RemoteModule("worker1", lambda: torch.nn.Linear(2, 2)),
+            "the call to ",
+        ),
+        (
+            lambda: RemoteModule("worker1", torch.nn.Identity)(make_lock()),
+            "argument 0 of forward (a lock)",
         ),
     ],
 )

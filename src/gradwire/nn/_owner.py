@@ -17,7 +17,7 @@ from gradwire._core.rpc.exceptions import add_note, adds_place
 from gradwire._core.rpc.function_calls import MethodResult
 from gradwire._core.rref.rref import RRef
 from gradwire._core.torch_internals import tree_map_only
-from gradwire._core.wire.codec import call_name
+from gradwire._core.wire.codec import call_name, show_as
 from gradwire.nn._turns import turn
 from gradwire.optim._owner import changing, copy_to_cpu
 from gradwire.optim._parameters import parameter_rrefs
@@ -34,6 +34,7 @@ put_off: ContextVar[list[Callable[[list[str]], None]] | None] = ContextVar("put_
 
 
 @adds_place
+@show_as(lambda cls, args, kwargs, _device: (call_name(cls), args, kwargs))
 def make_module(*given: Any) -> tuple[RRef[nn.Module], str]:
     """Make a module. Return a reference to it, and the name of its class. The arguments are those
     of `make_module_later`."""
@@ -42,6 +43,7 @@ def make_module(*given: Any) -> tuple[RRef[nn.Module], str]:
 
 
 @adds_place
+@show_as(lambda cls, args, kwargs, _device: (call_name(cls), args, kwargs))
 def make_module_later(
     module_cls: Callable[..., nn.Module],
     args: Sequence[Any],
@@ -78,6 +80,7 @@ def _check_device(device: str, worker: str) -> None:
 # -- use
 
 
+@show_as(lambda _rref, _device, args, kwargs: ("forward", args, kwargs))
 def forward(
     module_rref: RRef[nn.Module], device: str, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> MethodResult:

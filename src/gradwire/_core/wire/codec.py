@@ -123,7 +123,7 @@ class Codec:
                 advice = closures_advice(value, cause)
                 return f"{description} cannot be sent: {cause}{advice}", cause
         call = as_written(func, args, kwargs)[0]
-        return f"the call to {call} cannot be sent: {error}", error
+        return f"the call to {call} cannot be sent: {error}{closures_advice(func, error)}", error
 
     def _encode(self, value: Any, split: Split | None) -> Encoded:
         """Encode a value. If `split` is None, pickle the value. Otherwise encode its parts, which
