@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import importlib
 import io
 import os
 import runpy
@@ -11,10 +12,14 @@ import sys
 import textwrap
 import warnings
 from collections.abc import Callable
+from datetime import timedelta
 from pathlib import Path
+from types import ModuleType
+from typing import Any
 
 import pytest
 
+import gradwire.compat
 from tests.processes import processes
 
 SECONDS = 60
@@ -159,38 +164,196 @@ def test_spawned_processes_are_on_gradwire_too(run: Run) -> None:
     assert run(program, "-m", "gradwire.compat") == "2 gradwire.compat.rpc\n"
 
 
-def test_uninstalling_puts_everything_back(run_here: Run) -> None:
-    program = """
-    import multiprocessing.spawn
-    import sys
-    import torch
-    import torch.distributed.nn.api.remote_module
-    import torch.distributed.optim
-    import torch.distributed.rpc._testing
+RPC = "torch.distributed.rpc"
+#: The modules of torch whose names belong to its RPC. Gradwire's modules replace all but the last
+#: two, in which it replaces names.
+RPC_MODULES = [
+    "torch._C._distributed_autograd",
+    "torch._C._distributed_rpc",
+    "torch.distributed.autograd",
+    RPC,
+    f"{RPC}._utils",
+    f"{RPC}.api",
+    f"{RPC}.backend_registry",
+    f"{RPC}.constants",
+    f"{RPC}.functions",
+    f"{RPC}.internal",
+    f"{RPC}.options",
+    f"{RPC}.rref_proxy",
+    f"{RPC}.server_process_global_profiler",
+    "torch.distributed.nn.api.remote_module",
+    "torch.distributed.optim.optimizer",
+]
+#: Other modules of torch that import names of its RPC.
+OTHER_MODULES = [
+    "torch._jit_internal",
+    "torch.distributed._shard.sharded_tensor",
+    "torch.distributed.nn",
+    "torch.distributed.optim",
+    "torch.nn.parallel.distributed",
+]
+#: The names that `install` does not replace, by module and reason. Names of the two modules that
+#: stay torch's keep torch's objects. Other names do not exist while gradwire is installed.
+NOT_REPLACED = {
+    (RPC, "counts the rendezvous stores that torch makes"): "_init_counter _init_counter_lock",
+    (RPC, "checks the arguments of torch's init_rpc"): "_validate_rpc_args",
+    (RPC, "is left over from a loop"): "method_factory new_method method docstring",
+    (f"{RPC}._utils", "is the logger of torch's groups"): "logger",
+    (f"{RPC}.api", "holds values that torch's _all_gather exchanges"): (
+        "_ALL_WORKER_NAMES _all_gather_dict_lock _all_gather_sequence_id "
+        "_all_gather_sequence_id_to_states"
+    ),
+    (f"{RPC}.api", "is for type annotations"): "T _P _R GenericWithOneTypeVar TYPE_CHECKING",
+    ("torch.distributed.autograd", "is for type annotations"): "TYPE_CHECKING",
+    (f"{RPC}.api", "is left over from a loop"): (
+        "method_factory new_method method method_name docstring"
+    ),
+    (f"{RPC}.api", "is a step of torch's own calls"): "_get_should_profile _enable_rpc_profiler",
+    (f"{RPC}.backend_registry", "is a step of torch's own start"): (
+        "_group_membership_management _update_group_membership _init_process_group "
+        "_backend_type_repr _backend_type_doc"
+    ),
+    (f"{RPC}.backend_registry", "compares the device maps of the workers"): (
+        "_tensorpipe_validate_devices _tensorpipe_exchange_and_check_all_device_maps "
+        "_validate_device_maps _create_device_list _create_reverse_mapping _get_device_infos "
+        "_set_devices_and_reverse_device_map"
+    ),
+    (f"{RPC}.backend_registry", "is another name of the module constants"): "rpc_constants",
+    (f"{RPC}.options", "is another name of the module constants"): "rpc_contants",
+    (f"{RPC}.internal", "is a step of torch's own calls"): (
+        "_thread_local_tensor_tables _run_function _handle_exception _start_record_function"
+    ),
+    (f"{RPC}.options", "converts devices for torch's options"): (
+        "DeviceType _to_device _to_device_map _to_device_list"
+    ),
+    (f"{RPC}.rref_proxy", "is a step of torch's own calls"): (
+        "_local_invoke _local_invoke_async_execution _invoke_rpc"
+    ),
+    ("torch.distributed.nn.api.remote_module", "is a part of torch's RemoteModule"): (
+        "T _grad_t _REMOTE_MODULE_PICKLED_ATTRIBUTES _SerializedRemoteModule "
+        "_REMOTE_MODULE_ATTRIBUTES_IGNORE_FOR_PICKLING _instantiate_template _create_module "
+        "_create_module_with_interface _param_rrefs _raise_not_supported _remote_module_receiver "
+        "_remote_module_reducer _recursive_script_module_receiver _recursive_script_module_reducer"
+    ),
+    ("torch.distributed.optim.optimizer", "is a part of torch's DistributedOptimizer"): (
+        "functional_optim_map _ScriptLocalOptimizerInterface _ScriptLocalOptimizer _LocalOptimizer "
+        "_new_local_optimizer _local_optimizer_step _new_script_local_optimizer "
+        "_script_local_optimizer_step _wait_for_all logger"
+    ),
+    ("torch._jit_internal", "tells TorchScript's compiler of torch's references"): "PyRRef RRef",
+    ("torch.jit.annotations", "tells TorchScript's compiler of torch's references"): "RRef",
+}
+LEFT = {f"{module}.{name}" for (module, _), names in NOT_REPLACED.items() for name in names.split()}
+MISSING = object()
 
-    def names():
-        places = [
-            (name, module) for name, module in sys.modules.items()
-            if name.startswith(("torch.distributed", "torch.jit", "torch.futures"))
+
+def names_in(module: ModuleType) -> dict[str, Any]:
+    """Return the names in the module itself, also while gradwire's module replaces it."""
+    names: dict[str, Any] = ModuleType.__getattribute__(module, "__dict__")
+    return {name: value for name, value in names.items() if not name.startswith("__")}
+
+
+def home_of(value: Any) -> str:
+    """Return the name of a module, or the module in which a class or function was defined."""
+    if isinstance(value, ModuleType):
+        return value.__name__
+    return str(getattr(value, "__module__", None) or "")
+
+
+def is_of_rpc(value: Any) -> bool:
+    """Return whether a value in one of RPC's modules was made there. If not, it was imported."""
+    if isinstance(value, ModuleType) or callable(value):
+        return home_of(value).startswith(tuple(RPC_MODULES))
+    return value is not None and not home_of(value).startswith(("typing", "__future__"))
+
+
+def is_gradwires(now: Any, before: Any) -> bool:
+    """Return whether a name has a value of gradwire now. Equal constants count as gradwire's."""
+    if now is MISSING or isinstance(before, (str, int, float, timedelta)):
+        return bool(now == before)
+    if isinstance(now, ModuleType) or callable(now):
+        return home_of(now).startswith("gradwire.")
+    return now is not before
+
+
+def all_modules_of_torch() -> dict[str, ModuleType]:
+    for name in [*RPC_MODULES, *OTHER_MODULES]:
+        importlib.import_module(name)
+    modules = list(sys.modules.items())
+    return {name: module for name, module in modules if name.startswith("torch.")}
+
+
+def test_every_name_that_a_program_can_import_is_gradwires() -> None:
+    def check() -> tuple[list[str], list[str], int]:
+        modules = all_modules_of_torch()
+        # The names that belong to RPC, and its own objects under any name in torch.
+        names = {
+            (module, name): value
+            for module in RPC_MODULES
+            for name, value in names_in(modules[module]).items()
+            if is_of_rpc(value)
+        }
+        own = {id(v) for v in names.values() if isinstance(v, type) or callable(v)}
+        names |= {
+            (module, name): value
+            for module in set(modules) - set(RPC_MODULES)
+            for name, value in names_in(modules[module]).items()
+            if id(value) in own
+        }
+        gradwire.compat.install()
+        torchs, inconsistent = [], []
+        for (module, name), value in names.items():
+            now = getattr(sys.modules[module], name, MISSING)
+            # The module as it is imported now, and as a program has imported it before.
+            if now is not getattr(modules[module], name, MISSING):
+                inconsistent.append(f"{module}.{name}")
+            if not is_gradwires(now, value):
+                torchs.append(f"{module}.{name}")
+        return sorted(torchs), inconsistent, len(names)
+
+    with processes(check) as (child,):
+        torchs, inconsistent, count = child.result()
+    assert "\n".join(name for name in torchs if name not in LEFT) == ""
+    assert inconsistent == []
+    assert count > 200
+
+
+def test_uninstalling_puts_everything_back() -> None:
+    def check() -> tuple[list[str], list[str]]:
+        import multiprocessing.spawn as spawn
+
+        modules = all_modules_of_torch()
+        before = {name: names_in(module) for name, module in modules.items()}
+        prepare = spawn.get_preparation_data
+        gradwire.compat.install()
+        gradwire.compat.install()
+        changed = [
+            f"{m}.{n}"
+            for m, names in before.items()
+            for n, value in names.items()
+            if getattr(modules[m], n, MISSING) is not value
         ]
-        values = {(name, key): id(value) for name, module in places
-                  for key, value in vars(module).items()}
-        values.update({name: id(module) for name, module in places})
-        return values
+        assert spawn.get_preparation_data is not prepare
+        assert gradwire.compat.is_installed()
+        gradwire.compat.uninstall()
+        assert spawn.get_preparation_data is prepare
+        assert not gradwire.compat.is_installed()
+        assert {name for name in sys.modules if name.startswith("torch.")} >= set(modules)
+        different = [name for name, module in modules.items() if sys.modules[name] is not module]
+        different += [name for name in RPC_MODULES if type(modules[name]) is not ModuleType]
+        for name, module in modules.items():
+            after = names_in(module)
+            different += [
+                f"{name}.{key}"
+                for key in after.keys() | before[name].keys()
+                if after.get(key, MISSING) is not before[name].get(key, MISSING)
+            ]
+        return changed, different
 
-    import gradwire.compat
-    import gradwire.compat.rpc._testing
-    before, prepare = names(), multiprocessing.spawn.get_preparation_data
-    gradwire.compat.install()
-    gradwire.compat.install()
-    assert torch.distributed.rpc.__name__ == "gradwire.compat.rpc"
-    assert gradwire.compat.is_installed()
-    gradwire.compat.uninstall()
-    after = names()
-    print(sorted(map(str, (key for key in before if before[key] != after.get(key)))))
-    print(multiprocessing.spawn.get_preparation_data is prepare, gradwire.compat.is_installed())
-    """
-    assert run_here(program) == "[]\nTrue False\n"
+    with processes(check) as (child,):
+        changed, different = child.result()
+    assert len(changed) > 100
+    assert different == []
 
 
 def test_installing_is_refused_while_torchs_rpc_is_running(run_here: Run) -> None:
@@ -236,6 +399,69 @@ def test_an_option_without_effect_is_named_once(run_here: Run) -> None:
     assert "the option _transports is ignored" in first
     assert "the option device_maps is ignored" in first
     assert second == "[]"
+
+
+def test_names_of_torchs_own_library_know_the_worker(run_here: Run) -> None:
+    """Libraries ask these names whether RPC runs, and whether an argument is a reference."""
+    program = ALONE + textwrap.dedent("""
+    from torch._C._distributed_autograd import _get_debug_info
+    from torch._C._distributed_rpc import (
+        PyRRef, RpcAgent, TensorPipeAgent, WorkerInfo, _get_current_rpc_agent,
+        _is_current_rpc_agent_set, _TensorPipeRpcBackendOptionsBase,
+    )
+    print(_is_current_rpc_agent_set())
+    join()
+    agent = _get_current_rpc_agent()
+    print(_is_current_rpc_agent_set(), isinstance(agent, RpcAgent), type(agent) is TensorPipeAgent)
+    print(isinstance(agent.get_worker_info(), WorkerInfo))
+    print(isinstance(agent.store, torch.distributed.Store))
+    print(isinstance(agent._get_backend_options(), _TensorPipeRpcBackendOptionsBase))
+    print(type(rpc.remote("me", max, args=(1, 2))) is torch._C._distributed_rpc.PyRRef is PyRRef)
+    print(isinstance(rpc.RRef(1), PyRRef), _get_debug_info()["num_autograd_contexts"])
+    print(isinstance(rpc.RRef(1).rpc_sync(), rpc.rref_proxy.RRefProxy))
+    try:
+        torch._C._distributed_rpc._invoke_rpc_builtin(agent.get_worker_info(), "aten::add", -1)
+    except NotImplementedError as error:
+        print(error)
+    rpc.shutdown()
+    print(_is_current_rpc_agent_set())
+    """)
+    assert run_here(program).splitlines() == [
+        "False",
+        "True True True",
+        "True",
+        "True",
+        "True",
+        "True",
+        "True 0",
+        "True",
+        "gradwire has no _invoke_rpc_builtin: call rpc_sync, rpc_async or remote of "
+        "torch.distributed.rpc instead",
+        "False",
+    ]
+
+
+def test_a_module_that_was_imported_before_is_gradwires_too(run_here: Run) -> None:
+    before = """
+    from torch.distributed import rpc as early
+    import torch.distributed._shard.sharded_tensor.api as sharded
+    """
+    after = """
+    join()
+    print(early is rpc, early.rpc_sync is rpc.rpc_sync, sharded.rpc.rpc_sync is rpc.rpc_sync)
+    print(sharded.rpc._is_current_rpc_agent_set(), early.rpc_sync("me", max, args=(1, 2)))
+    early.api._ignore_rref_leak = False
+    print(rpc.api._ignore_rref_leak, "_gatherings" in dir(early.api))
+    rpc.shutdown()
+    gradwire.compat.uninstall()
+    print(early.api._ignore_rref_leak, early.rpc_sync.__module__)
+    """
+    assert run_here(textwrap.dedent(before) + ALONE + textwrap.dedent(after)).splitlines() == [
+        "False True True",
+        "True 2",
+        "False True",
+        "True torch.distributed.rpc.api",
+    ]
 
 
 def test_waiting_for_many_futures_ends_with_the_first_error(run_here: Run) -> None:

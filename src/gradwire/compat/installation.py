@@ -1,9 +1,10 @@
 """Replace torch's RPC modules with those of this package, and put torch's back.
 
 A program finds a module in `sys.modules` or as an attribute of the parent module, so `install`
-replaces the module in both places. If a program has already imported a name from one of torch's
-modules, that name still refers to torch's object. So a program must install gradwire before it
-imports from torch's RPC modules.
+replaces the module in both places. A program, or torch itself, may have imported the module
+earlier. So torch's module object also passes all access on to gradwire's module (`_Replaced`). Only
+a name that a program has imported from one of these modules earlier still refers to torch's object.
+So a program must install gradwire before it imports such names.
 """
 
 from __future__ import annotations
@@ -16,17 +17,26 @@ from types import ModuleType
 from typing import Any
 
 _HERE = "gradwire.compat"
-_FOR_TESTS = "torch.distributed.rpc._testing"
-#: Maps each of torch's modules to the module that replaces it.
+#: The modules for torch's tests. They exist only in a program that imports the first of them.
+_FOR_TESTS = {"torch.distributed.rpc._testing", "torch._C._distributed_rpc_testing"}
+#: Maps each of torch's modules to the module that replaces it. The modules of `torch._C` have the
+#: same names as those of `torch.distributed` that import them, so one module replaces both.
 _MODULES = {
+    "torch._C._distributed_rpc": f"{_HERE}.rpc",
     "torch.distributed.rpc": f"{_HERE}.rpc",
+    "torch.distributed.rpc._utils": f"{_HERE}.rpc._utils",
     "torch.distributed.rpc.api": f"{_HERE}.rpc.api",
     "torch.distributed.rpc.backend_registry": f"{_HERE}.rpc.backend_registry",
     "torch.distributed.rpc.constants": f"{_HERE}.rpc.constants",
     "torch.distributed.rpc.functions": f"{_HERE}.rpc.functions",
     "torch.distributed.rpc.internal": f"{_HERE}.rpc.internal",
     "torch.distributed.rpc.options": f"{_HERE}.rpc.options",
-    _FOR_TESTS: f"{_HERE}.rpc._testing",
+    "torch.distributed.rpc.rref_proxy": f"{_HERE}.rpc.rref_proxy",
+    "torch.distributed.rpc.server_process_global_profiler": (
+        f"{_HERE}.rpc.server_process_global_profiler"
+    ),
+    **dict.fromkeys(_FOR_TESTS, f"{_HERE}.rpc._testing"),
+    "torch._C._distributed_autograd": f"{_HERE}.autograd",
     "torch.distributed.autograd": f"{_HERE}.autograd",
 }
 #: Maps a module of torch and a name in it to the module of gradwire that has the replacement under
@@ -34,9 +44,11 @@ _MODULES = {
 _NAMES = {
     ("torch.distributed.optim", "DistributedOptimizer"): f"{_HERE}.optim",
     ("torch.distributed.optim.optimizer", "DistributedOptimizer"): f"{_HERE}.optim",
+    ("torch.distributed.optim.optimizer", "RRef"): f"{_HERE}.rpc",
     ("torch.distributed.nn", "RemoteModule"): f"{_HERE}.nn",
     ("torch.distributed.nn.api.remote_module", "RemoteModule"): f"{_HERE}.nn",
     ("torch.distributed.nn.api.remote_module", "_RemoteModule"): f"{_HERE}.nn",
+    ("torch.distributed.nn.api.remote_module", "_internal_rpc_pickler"): f"{_HERE}.rpc.internal",
     ("torch.nn.parallel.distributed", "RRef"): f"{_HERE}.rpc",
 }
 
@@ -58,9 +70,9 @@ def install() -> None:
     if is_installed():
         return
     # Import torch's modules before any of them is replaced. They import each other, and must not
-    # get gradwire's modules. The module for torch's tests is left out, because torch rejects its
-    # own default backend once that module is imported.
-    for name in {*_MODULES, *(module for module, _ in _NAMES)} - {_FOR_TESTS}:
+    # get gradwire's modules. The modules for torch's tests are left out, because torch rejects its
+    # own default backend once they are imported.
+    for name in {*_MODULES, *(module for module, _ in _NAMES)} - _FOR_TESTS:
         importlib.import_module(name)
     if sys.modules["torch.distributed.rpc"]._is_current_rpc_agent_set():
         raise RuntimeError(
@@ -69,7 +81,9 @@ def install() -> None:
         )
     for theirs, ours in _MODULES.items():
         module = importlib.import_module(ours)
-        _modules_before[theirs] = sys.modules.get(theirs)
+        before = _modules_before[theirs] = sys.modules.get(theirs)
+        if before is not None:
+            before.__class__ = _type_of_replaced(module)
         sys.modules[theirs] = module
         parent, _, name = theirs.rpartition(".")
         if parent not in _MODULES:
@@ -90,6 +104,7 @@ def uninstall() -> None:
         if module is None:
             sys.modules.pop(name, None)
         else:
+            ModuleType.__setattr__(module, "__class__", ModuleType)
             sys.modules[name] = module
     for (owner, name), value in _attributes_before.items():
         if value is _MISSING:
@@ -107,6 +122,30 @@ def is_installed() -> bool:
 def _replace(owner: Any, name: str, value: Any) -> None:
     _attributes_before[owner, name] = getattr(owner, name, _MISSING)
     setattr(owner, name, value)
+
+
+class _Replaced(ModuleType):
+    """The type of a module of torch while a module of gradwire replaces it. All access to the
+    attributes of torch's module goes to gradwire's module. Torch's functions do not notice this,
+    because a function looks up its global names without the attributes of the module."""
+
+    _replacement: ModuleType
+
+    def __getattribute__(self, name: str) -> Any:
+        return getattr(type(self)._replacement, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        setattr(type(self)._replacement, name, value)
+
+    def __delattr__(self, name: str) -> None:
+        delattr(type(self)._replacement, name)
+
+    def __dir__(self) -> list[str]:
+        return dir(type(self)._replacement)
+
+
+def _type_of_replaced(replacement: ModuleType) -> type[_Replaced]:
+    return type("_Replaced", (_Replaced,), {"_replacement": replacement})
 
 
 # -- processes started by multiprocessing

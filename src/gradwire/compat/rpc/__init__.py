@@ -8,11 +8,22 @@ from urllib.parse import urlparse
 
 from gradwire._core.group.rendezvous import open_store
 from gradwire._core.ids import WorkerInfo
-from gradwire.compat import autograd as _autograd
-from gradwire.compat.rpc import api, backend_registry, constants, functions, internal, options
+from gradwire.compat import autograd as dist_autograd
+from gradwire.compat.rpc import (
+    _utils,
+    api,
+    backend_registry,
+    constants,
+    functions,
+    internal,
+    options,
+    rref_proxy,
+    server_process_global_profiler,
+)
 from gradwire.compat.rpc.agents import (
     RpcAgent,
     TensorPipeAgent,
+    _cleanup_python_rpc_handler,
     _get_current_rpc_agent,
     _is_current_rpc_agent_set,
     _reset_current_rpc_agent,
@@ -23,14 +34,17 @@ from gradwire.compat.rpc.agents import (
 )
 from gradwire.compat.rpc.api import (
     AllGatherStates,
+    PyRRef,
     RRef,
     _all_gather,
     _barrier,
     _delete_all_user_and_unforked_owner_rrefs,
+    _destroy_rref_context,
     _require_initialized,
     _wait_all,
     _wait_all_workers,
     get_worker_info,
+    logger,
     remote,
     rpc_async,
     rpc_sync,
@@ -42,8 +56,33 @@ from gradwire.compat.rpc.backend_registry import (
     init_backend,
     register_backend,
 )
-from gradwire.compat.rpc.constants import UNSET_RPC_TIMEOUT
-from gradwire.compat.rpc.options import RpcBackendOptions, TensorPipeRpcBackendOptions
+from gradwire.compat.rpc.constants import (
+    _DEFAULT_INIT_METHOD,
+    _DEFAULT_NUM_WORKER_THREADS,
+    _DEFAULT_RPC_TIMEOUT_SEC,
+    _UNSET_RPC_TIMEOUT,
+)
+from gradwire.compat.rpc.options import (
+    RpcBackendOptions,
+    TensorPipeRpcBackendOptions,
+    _is_tensorpipe_available,
+    _TensorPipeRpcBackendOptionsBase,
+)
+from gradwire.compat.rpc.refused import (
+    RemoteProfilerManager,
+    _disable_jit_rref_pickle,
+    _disable_server_process_global_profiler,
+    _enable_jit_rref_pickle,
+    _enable_server_process_global_profiler,
+    _invoke_remote_builtin,
+    _invoke_remote_python_udf,
+    _invoke_remote_torchscript,
+    _invoke_rpc_builtin,
+    _invoke_rpc_python_udf,
+    _invoke_rpc_torchscript,
+    _server_process_global_profile,
+    _set_profiler_node_id,
+)
 from gradwire.compat.rpc.rref import current_user_rrefs
 from gradwire.options import Options
 
@@ -64,13 +103,6 @@ __all__ = [
     "rpc_sync",
     "shutdown",
 ]
-
-PyRRef = RRef
-_UNSET_RPC_TIMEOUT = UNSET_RPC_TIMEOUT
-_DEFAULT_RPC_TIMEOUT_SEC = constants.DEFAULT_RPC_TIMEOUT_SEC
-_DEFAULT_INIT_METHOD = constants.DEFAULT_INIT_METHOD
-_DEFAULT_NUM_WORKER_THREADS = constants.DEFAULT_NUM_WORKER_THREADS
-_is_tensorpipe_available = True
 
 
 def __getattr__(name: str) -> Any:
@@ -106,7 +138,7 @@ def init_rpc(
     store, rank, world_size = open_store(
         backend_options.init_method, rank, world_size, Options.init_timeout
     )
-    _autograd._init(rank)
+    dist_autograd._init(rank)
     _init_rpc_backend(backend, store, name, rank, world_size, backend_options)
 
 
@@ -171,5 +203,5 @@ def _get_debug_info() -> dict[str, str]:
     return {
         **_rref_context_get_debug_info(),
         **_get_current_rpc_agent().get_debug_info(),
-        **_autograd._get_debug_info(),
+        **dist_autograd._get_debug_info(),
     }

@@ -28,9 +28,11 @@ class RpcAgent:
 class TensorPipeAgent(RpcAgent):
     """A view of a gradwire worker with the name and the methods of torch's agent."""
 
-    def __init__(self, runtime: Runtime, options: Any = None):
+    def __init__(self, runtime: Runtime, options: Any = None, store: Any = None):
         self.runtime = runtime
         self._options = options
+        #: The store through which the workers of the group have found each other.
+        self.store = store
 
     @property
     def is_static_group(self) -> bool:
@@ -125,6 +127,11 @@ def _reset_current_rpc_agent() -> None:
     global _foreign_agent
     _foreign_agent = None
     current.set_process_default(None)
+
+
+def _cleanup_python_rpc_handler() -> None:
+    """Do nothing. In torch, this function releases the Python functions that torch's C++ code
+    calls."""
 
 
 def get_rpc_timeout() -> float:

@@ -21,6 +21,7 @@ from gradwire._core import current
 from gradwire._core.ids import WorkerInfo
 from gradwire.compat.rpc import agents
 from gradwire.compat.rpc.agents import (
+    _cleanup_python_rpc_handler,
     _get_current_rpc_agent,
     _is_current_rpc_agent_set,
     _reset_current_rpc_agent,
@@ -29,8 +30,32 @@ from gradwire.compat.rpc.agents import (
 )
 from gradwire.compat.rpc.constants import DEFAULT_SHUTDOWN_TIMEOUT, UNSET_RPC_TIMEOUT
 from gradwire.compat.rpc.gathering import AllGatherStates, Gatherings
-from gradwire.compat.rpc.internal import RPCExecMode, _internal_rpc_pickler, _profiled
-from gradwire.compat.rpc.rref import RRef, current_user_rrefs, user_rrefs
+from gradwire.compat.rpc.internal import (
+    PythonUDF,
+    RPCExecMode,
+    _build_rpc_profiling_key,
+    _internal_rpc_pickler,
+    _profiled,
+)
+from gradwire.compat.rpc.refused import (
+    RemoteProfilerManager,
+    _group_membership_management,
+    _invoke_remote_builtin,
+    _invoke_remote_python_udf,
+    _invoke_remote_torchscript,
+    _invoke_rpc,
+    _invoke_rpc_builtin,
+    _invoke_rpc_python_udf,
+    _invoke_rpc_torchscript,
+    _update_group_membership,
+)
+from gradwire.compat.rpc.rref import (
+    RRef,
+    _rref_typeof_on_owner,
+    _rref_typeof_on_user,
+    current_user_rrefs,
+    user_rrefs,
+)
 
 __all__ = [
     "AllGatherStates",
@@ -42,6 +67,8 @@ __all__ = [
     "shutdown",
 ]
 
+#: torch's C++ class of references. Here it is the class that programs use.
+PyRRef = RRef
 logger = logging.getLogger("gradwire")
 
 Function = TypeVar("Function", bound=Callable[..., Any])
@@ -269,21 +296,34 @@ def _delete_all_user_and_unforked_owner_rrefs(
 def shutdown(graceful: bool = True, timeout: float = DEFAULT_SHUTDOWN_TIMEOUT) -> None:
     """End this worker. A graceful shutdown first waits until the whole group has finished."""
     agent = _get_current_rpc_agent()
-    leaks = 0
     try:
         if graceful and agent.is_static_group:
             _wait_all_workers(timeout)
             _delete_all_user_and_unforked_owner_rrefs()
-            agent.join(shutdown=True, timeout=timeout)
-            leaks = agent.runtime.count_leaks()
-        elif graceful:
+        if graceful:
             agent.join(shutdown=True, timeout=timeout)
     finally:
+        _finalize_shutdown()
+
+
+def _finalize_shutdown() -> None:
+    """End this worker without waiting for the group."""
+    try:
+        _destroy_rref_context(_ignore_rref_leak)
+    finally:
         _gatherings.reset()
-        user_rrefs.clear()
-        agent.shutdown()
+        _get_current_rpc_agent().shutdown()
         _reset_current_rpc_agent()
-    if leaks and not _ignore_rref_leak:
+
+
+def _destroy_rref_context(ignore_rref_leak: bool) -> None:
+    """Forget the references of this worker. Raise an error if other workers still have references
+    to values of this worker, unless the program ignores such leaks."""
+    user_rrefs.clear()
+    if ignore_rref_leak:
+        return
+    leaks = _get_current_rpc_agent().runtime.count_leaks()
+    if leaks:
         raise RuntimeError(
             f"Leaking RRef: other workers still hold references to {leaks} values of this one"
         )

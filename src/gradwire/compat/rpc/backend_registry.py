@@ -8,7 +8,7 @@ import sys
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 from gradwire._core.group.membership import StoreMembership
 from gradwire._core.ids import WorkerInfo
@@ -30,7 +30,13 @@ __all__ = [
     "register_backend",
 ]
 
-_handlers: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {}
+
+class BackendValue(NamedTuple):
+    """A backend: the function that makes the options of a worker, and the function that makes its
+    agent (the object that represents the worker)."""
+
+    construct_rpc_backend_options_handler: Callable[..., Any]
+    init_backend_handler: Callable[..., Any]
 
 
 class _Backend(enum.Enum):
@@ -45,7 +51,7 @@ BackendType: Any = _make_enum("BackendType", {})
 
 
 def backend_registered(backend_name: str) -> bool:
-    return backend_name in _handlers
+    return backend_name in BackendType.__members__
 
 
 def register_backend(
@@ -53,16 +59,14 @@ def register_backend(
     construct_rpc_backend_options_handler: Callable[..., Any],
     init_backend_handler: Callable[..., Any],
 ) -> Any:
-    """Register a backend. It consists of two functions: one makes the options of a worker, the
-    other makes its agent (the object that represents the worker)."""
+    """Register a backend, which consists of these two functions; see `BackendValue`."""
     global BackendType
     if backend_registered(backend_name):
         raise RuntimeError(f"RPC backend {backend_name}: already registered")
-    _handlers[backend_name] = (construct_rpc_backend_options_handler, init_backend_handler)
-    # An enumeration cannot be extended, so a new enumeration replaces the old one. A program may
-    # still use a member of an old enumeration, so this module finds a backend by the name of the
-    # member.
-    BackendType = _make_enum("BackendType", {name: name for name in _handlers})
+    new = BackendValue(construct_rpc_backend_options_handler, init_backend_handler)
+    # An enumeration cannot be extended, so a new enumeration replaces the old one.
+    known = {member.name: member.value for member in BackendType}
+    BackendType = _make_enum("BackendType", {**known, backend_name: new})
     return BackendType[backend_name]
 
 
@@ -72,13 +76,12 @@ def construct_rpc_backend_options(
     init_method: str = DEFAULT_INIT_METHOD,
     **kwargs: Any,
 ) -> Any:
-    make_options, _ = _handlers[backend.name]
+    make_options = backend.value.construct_rpc_backend_options_handler
     return make_options(rpc_timeout=rpc_timeout, init_method=init_method, **kwargs)
 
 
 def init_backend(backend: Any, *args: Any, **kwargs: Any) -> Any:
-    _, make_agent = _handlers[backend.name]
-    return make_agent(*args, **kwargs)
+    return backend.value.init_backend_handler(*args, **kwargs)
 
 
 # -- the backend of gradwire
@@ -92,10 +95,10 @@ class TorchRuntime(Runtime):
     rref_type = RRef
     refuses_unrecorded = False
 
-    def __init__(self, *args: Any, torch_options: Any, **kwargs: Any):
+    def __init__(self, *args: Any, torch_options: Any, store: Any, **kwargs: Any):
         # Set `as_agent` before the runtime starts, because requests that use it can arrive as soon
         # as the runtime runs.
-        self.as_agent = TensorPipeAgent(self, torch_options)
+        self.as_agent = TensorPipeAgent(self, torch_options, store)
         self._leaks_at_departures = 0
         super().__init__(*args, **kwargs)
 
@@ -159,13 +162,19 @@ def make_agent(
     options = torch_options.to_gradwire()
     membership = StoreMembership(store, world_size or None, options.init_timeout)
     runtime = runtime_type(
-        name, rank, world_size, options, membership=membership, torch_options=torch_options
+        name,
+        rank,
+        world_size,
+        options,
+        membership=membership,
+        torch_options=torch_options,
+        store=store,
     )
     api._init_rpc_states(runtime.as_agent)
     return runtime.as_agent
 
 
-def _make_tensorpipe_agent(
+def _tensorpipe_init_backend_handler(
     store: Any, name: str, rank: int, world_size: int | None, rpc_backend_options: Any
 ) -> TensorPipeAgent:
     if not isinstance(rpc_backend_options, TensorPipeRpcBackendOptions):
@@ -176,4 +185,9 @@ def _make_tensorpipe_agent(
     return make_agent(TorchRuntime, store, name, rank, world_size, rpc_backend_options)
 
 
-register_backend("TENSORPIPE", TensorPipeRpcBackendOptions, _make_tensorpipe_agent)
+_tensorpipe_construct_rpc_backend_options_handler = TensorPipeRpcBackendOptions
+register_backend(
+    "TENSORPIPE",
+    _tensorpipe_construct_rpc_backend_options_handler,
+    _tensorpipe_init_backend_handler,
+)

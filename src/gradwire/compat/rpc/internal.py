@@ -16,6 +16,7 @@ from gradwire._core.ids import WorkerInfo
 from gradwire._core.torch_internals import find_builtin, profiler_is_enabled
 from gradwire._core.wire.codec import Codec, call_name
 from gradwire._core.wire.encoding import Attachment, add_attachment
+from gradwire.compat.rpc.agents import _get_current_rpc_agent
 from gradwire.errors import NotInitializedError, RemoteError
 
 __all__ = ["PythonUDF", "RPCExecMode", "RemoteException", "deserialize", "serialize"]

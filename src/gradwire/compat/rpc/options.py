@@ -15,6 +15,7 @@ __all__ = ["RpcBackendOptions", "TensorPipeRpcBackendOptions"]
 
 Device = int | str | torch.device
 DeviceMap = dict[torch.device, torch.device]
+_is_tensorpipe_available = True
 
 #: The ignored options for which this process has already issued a warning.
 _warned: set[str] = set()
@@ -112,6 +113,10 @@ class TensorPipeRpcBackendOptions(RpcBackendOptions):
             device_maps=self.device_maps or None,
             devices=self.devices or None,
         )
+
+
+#: The class from which torch derives its options. Here it is the same class.
+_TensorPipeRpcBackendOptionsBase = TensorPipeRpcBackendOptions
 
 
 def _device(device: Device) -> torch.device:

@@ -152,6 +152,12 @@ def _rref_typeof_on_owner(rref: RRef[Any]) -> type:
     return type(rref.local_value())
 
 
+def _rref_typeof_on_user(
+    rref: RRef[Any], timeout: float = UNSET_RPC_TIMEOUT, blocking: bool = True
+) -> Any:
+    return rref._get_type(timeout, blocking)
+
+
 def _global_id(number: int) -> str:
     return f"GloballyUniqueId(created_on={creator(number)}, local_id={serial(number)})"
 
