@@ -401,6 +401,20 @@ def test_an_option_without_effect_is_named_once(run_here: Run) -> None:
     assert second == "[]"
 
 
+def test_the_warning_of_an_ignored_option_points_at_the_line_of_the_program(run_here: Run) -> None:
+    program = ALONE + textwrap.dedent("""
+    options = rpc.TensorPipeRpcBackendOptions(init_method=place, _transports=["shm"])
+    with warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always")
+        rpc.init_rpc("me", rank=0, world_size=1, rpc_backend_options=options)  # here
+    (warning,) = [w for w in warned if "is ignored" in str(w.message)]
+    with open(warning.filename) as file:
+        print(file.read().splitlines()[warning.lineno - 1].rpartition("# ")[2])
+    rpc.shutdown()
+    """)
+    assert run_here(program) == "here\n"
+
+
 def test_names_of_torchs_own_library_know_the_worker(run_here: Run) -> None:
     """Libraries ask these names whether RPC runs, and whether an argument is a reference."""
     program = ALONE + textwrap.dedent("""

@@ -3,6 +3,7 @@ object."""
 
 from __future__ import annotations
 
+import sys
 import warnings
 from collections.abc import Mapping, Sequence
 
@@ -126,4 +127,14 @@ def _device(device: Device) -> torch.device:
 def _warn_once(option: str, reason: str) -> None:
     if option not in _warned:
         _warned.add(option)
-        warnings.warn(f"the option {option} is ignored: {reason}", stacklevel=5)
+        message = f"the option {option} is ignored: {reason}"
+        warnings.warn(message, stacklevel=_levels_below_program() + 1)
+
+
+def _levels_below_program() -> int:
+    """Return the number of calls of gradwire's functions on this thread's stack, from the innermost
+    one up to the program's own function."""
+    levels, frame = 0, sys._getframe(1)
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").startswith("gradwire."):
+        levels, frame = levels + 1, frame.f_back
+    return levels
