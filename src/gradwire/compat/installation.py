@@ -60,9 +60,9 @@ _MISSING = object()
 
 
 def install() -> None:
-    """Replace `torch.distributed.rpc`, `torch.distributed.autograd` and torch's
-    `DistributedOptimizer` and `RemoteModule` with gradwire's, in this process and in processes that
-    `multiprocessing` starts from it. A second call does nothing.
+    """Replace `torch.distributed.rpc`, `torch.distributed.autograd`, their private modules in
+    `torch._C`, and torch's `DistributedOptimizer` and `RemoteModule` with gradwire's, in this
+    process and in processes that `multiprocessing` starts from it. A second call does nothing.
 
         >>> install()                                      # doctest: +SKIP
         >>> from torch.distributed import rpc              # doctest: +SKIP

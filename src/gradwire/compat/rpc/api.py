@@ -21,6 +21,7 @@ from gradwire._core import current
 from gradwire._core.ids import WorkerInfo
 from gradwire.compat.rpc import agents
 from gradwire.compat.rpc.agents import (
+    TensorPipeAgent,
     _cleanup_python_rpc_handler,
     _get_current_rpc_agent,
     _is_current_rpc_agent_set,
