@@ -35,6 +35,10 @@ class Process:
         theirs.close()
         self._status: int | None = None
 
+    def has_result(self) -> bool:
+        """Return whether `result` would return at once."""
+        return self._result.poll(0)
+
     def result(self) -> Any:
         """Return the result of the body, or raise AssertionError with its traceback."""
         if not self._result.poll(PATIENCE):

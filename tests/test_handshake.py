@@ -12,7 +12,7 @@ import struct
 import sys
 import threading
 import tracemalloc
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
 
@@ -24,10 +24,12 @@ from gradwire._core.transport.handshake import (
     MAX_GREETING,
     NONCE_SIZE,
     PROOF_SIZE,
+    READY,
+    WELCOME,
     ClientHandshake,
     ServerHandshake,
 )
-from gradwire._core.transport.listener import MAX_DESCRIPTORS, MAX_PENDING, StreamListener
+from gradwire._core.transport.listener import MAX_PENDING, StreamListener
 from gradwire._core.transport.pipes import make_pipes
 from gradwire._core.transport.poller import EpollPoller, Poller
 from gradwire._core.transport.tcp import TcpTransport
@@ -44,7 +46,7 @@ from gradwire.testing.connection_pairs import (
     run_due_callbacks,
     take,
 )
-from tests.processes import until
+from tests.processes import Process, processes, until
 
 TOKEN = b"the group's secret"
 HUGE_PREFIX = struct.pack("<QII", 1 << 62, 0, 0)
@@ -57,7 +59,11 @@ class ListeningServer:
         self.transport = transport
         self.poller = poller
         self.accepted: list[Connection] = []
-        self.listener: StreamListener = transport.listen(LISTENER, poller, self.accepted.append)
+        #: The callbacks that the listener wants to be called later.
+        self.timers: list[Callable[[], None]] = []
+        self.listener: StreamListener = transport.listen(
+            LISTENER, poller, self.accepted.append, lambda _, callback: self.timers.append(callback)
+        )
         self.place = self.listener.address.place
         self._closing = contextlib.ExitStack()
 
@@ -112,6 +118,21 @@ class ListeningServer:
         drive(self.poller, is_rejected, "the rejection of the client")
         assert not self.accepted
         return received
+
+    def serve(self, process: Process) -> None:
+        """Run the callbacks of the poller until a process has ended."""
+
+        def has_ended() -> bool:
+            run_due_callbacks(self.poller)
+            return process.has_result()
+
+        until(has_ended, "the process has ended")
+
+    def run_timers(self) -> None:
+        """Run the callbacks whose time has come, by the opinion of the test."""
+        due, self.timers[:] = list(self.timers), []
+        for callback in due:
+            callback()
 
     def close(self) -> None:
         self._closing.close()
@@ -286,13 +307,18 @@ def test_an_announced_frame_beyond_the_limit_allocates_nothing(server: Listening
         tracemalloc.stop()
 
 
-def test_silent_clients_are_rejected_after_a_while(server: ListeningServer) -> None:
+def test_silent_clients_are_rejected_after_a_while(
+    server: ListeningServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
     client = server.raw_client()
     drive(server.poller, lambda: server.listener._pending)
-    server.listener.trim()
+    server.run_timers()
     assert server.listener._pending  # not yet late
-    server.listener.trim(0.0)
+    assert server.timers
+    monkeypatch.setattr("gradwire._core.transport.listener.HANDSHAKE_SECONDS", 0.0)
+    server.run_timers()
     assert client.recv(1) == b""
+    assert not server.timers
 
 
 @contextlib.contextmanager
@@ -319,7 +345,7 @@ def test_a_pending_handshake_is_rejected_when_descriptors_run_out(server: Listen
     assert first.recv(1) == b""
 
 
-def test_a_listener_without_descriptors_pauses_until_trim(
+def test_a_listener_without_descriptors_pauses_and_tries_again(
     server: ListeningServer, caplog: pytest.LogCaptureFixture
 ) -> None:
     server.raw_client()
@@ -327,10 +353,10 @@ def test_a_listener_without_descriptors_pauses_until_trim(
         drive(server.poller, lambda: caplog.messages, "the warning")
         server.poller.wake()
         assert server.poller.next() is None, "the listener is armed without free descriptors"
-        server.listener.trim()
+        server.run_timers()
         run_due_callbacks(server.poller)
         assert not server.listener._pending
-    server.listener.trim()
+    server.run_timers()
     drive(server.poller, lambda: server.listener._pending, "the new handshake")
     (warning,) = caplog.messages
     assert "worker listener cannot accept connections" in warning
@@ -370,10 +396,13 @@ def test_a_client_that_disconnects_before_the_welcome_leaves_nothing(
         drive(server.poller, lambda: select.select([client], [], [], 0)[0])
         response = handshake.response(client.recv(CHALLENGE_SIZE, socket.MSG_WAITALL))
         if isinstance(server.transport, UnixTransport):
+            client.send(response)
+            drive(server.poller, lambda: select.select([client], [], [], 0)[0], "the welcome")
+            assert client.recv(1) == WELCOME
             ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
             probe = os.memfd_create("gradwire-probe")
             os.ftruncate(probe, 4096)
-            socket.send_fds(client, [response], [theirs.fileno(), probe])
+            socket.send_fds(client, [READY], [theirs.fileno(), probe])
             for end in (ours, theirs):
                 end.close()
             os.close(probe)
@@ -394,31 +423,36 @@ def unix_server() -> Iterator[ListeningServer]:
         server.close()
 
 
-def test_a_client_cannot_send_many_descriptors(unix_server: ListeningServer) -> None:
+def test_a_client_that_sends_descriptors_before_its_proof_is_rejected(
+    unix_server: ListeningServer,
+) -> None:
     client = unix_server.raw_client()
+    drive(unix_server.poller, lambda: unix_server.listener._pending)
     before = len(open_descriptors())
-    most = 0
-    try:
-        for byte in MAGIC:
-            socket.send_fds(client, [bytes([byte])], [client.fileno()] * 8)
-            run_due_callbacks(unix_server.poller)
-            most = max(most, len(open_descriptors()) - before)
-    except BrokenPipeError:
-        pass
-    assert most <= 1 + MAX_DESCRIPTORS
-    assert not unix_server.listener._pending
+    socket.send_fds(client, [MAGIC], [client.fileno()] * 8)
+    assert unix_server.rejection(client) == b""
+    unix_server.transport.closer.finish()
+    assert len(open_descriptors()) < before
+
+
+def prove(server: ListeningServer) -> socket.socket:
+    """Return a client that has proven that it belongs to the group."""
+    handshake = ClientHandshake(TOKEN, CLIENT, LISTENER.incarnation)
+    client = server.raw_client()
+    client.send(handshake.hello())
+    drive(server.poller, lambda: select.select([client], [], [], 0)[0], "the challenge")
+    client.send(handshake.response(client.recv(CHALLENGE_SIZE)))
+    drive(server.poller, lambda: select.select([client], [], [], 0)[0], "the welcome")
+    assert client.recv(1) == WELCOME
+    return client
 
 
 @pytest.mark.parametrize("count", [0, 1])
 def test_a_client_that_sends_too_few_descriptors_is_rejected(
     unix_server: ListeningServer, count: int
 ) -> None:
-    handshake = ClientHandshake(TOKEN, CLIENT, LISTENER.incarnation)
-    client = unix_server.raw_client()
-    client.send(handshake.hello())
-    drive(unix_server.poller, lambda: select.select([client], [], [], 0)[0])
-    response = handshake.response(client.recv(CHALLENGE_SIZE))
-    socket.send_fds(client, [response], [client.fileno()] * count)
+    client = prove(unix_server)
+    socket.send_fds(client, [READY], [client.fileno()] * count)
     assert unix_server.rejection(client) == b""
 
 
@@ -426,11 +460,7 @@ def test_a_client_that_sends_too_few_descriptors_is_rejected(
 def test_a_client_that_sends_wrong_descriptors_is_rejected(
     unix_server: ListeningServer, wrong: str
 ) -> None:
-    handshake = ClientHandshake(TOKEN, CLIENT, LISTENER.incarnation)
-    client = unix_server.raw_client()
-    client.send(handshake.hello())
-    drive(unix_server.poller, lambda: select.select([client], [], [], 0)[0])
-    response = handshake.response(client.recv(CHALLENGE_SIZE))
+    client = prove(unix_server)
     (_, outgoing), (incoming, _) = pipes = make_pipes()
     ours, channel = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     probe = os.memfd_create("probe")
@@ -444,10 +474,64 @@ def test_a_client_that_sends_wrong_descriptors_is_rejected(
             os.set_blocking(incoming, True)
         else:
             offered[wrong] = file.fileno() if wrong == "probe" else offered[others[wrong]]
-        socket.send_fds(client, [response], list(offered.values()))
+        socket.send_fds(client, [READY], list(offered.values()))
         assert unix_server.rejection(client) == b""
     for descriptor in (probe, *itertools.chain(*pipes)):
         os.close(descriptor)
+
+
+as_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
+NOBODY = 65534
+
+
+@as_root
+def test_a_process_of_another_user_is_refused_before_anything_is_read(
+    unix_server: ListeningServer, caplog: pytest.LogCaptureFixture
+) -> None:
+    def connect() -> bytes:
+        os.setuid(NOBODY)
+        return unix_server.raw_client().recv(1)
+
+    with processes(connect, connect) as clients:
+        drive(unix_server.poller, lambda: caplog.messages, "the warning")
+        for client in clients:
+            unix_server.serve(client)
+            assert client.result() == b""
+    assert not unix_server.listener._pending
+    (warning,) = caplog.messages
+    assert f"refuses processes of user {NOBODY}" in warning
+    assert "allow_other_users" in warning
+
+
+@as_root
+def test_a_client_refuses_a_listener_of_another_user(unix_server: ListeningServer) -> None:
+    def connect() -> str:
+        os.setuid(NOBODY)
+        with pytest.raises(AuthenticationError) as refused:
+            UnixTransport(TOKEN).connect(unix_server.place, CLIENT, LISTENER, TIMEOUT)
+        return str(refused.value)
+
+    with processes(connect) as (client,):
+        unix_server.serve(client)
+        assert "belongs to user 0" in client.result()
+
+
+@as_root
+def test_an_option_allows_other_users() -> None:
+    with contextlib.closing(EpollPoller()) as poller:
+        transport = UnixTransport(TOKEN, allow_other_users=True)
+        server = ListeningServer(transport, poller)
+
+        def connect() -> bytes:
+            os.setuid(NOBODY)
+            connection = transport.connect(server.place, CLIENT, LISTENER, TIMEOUT)
+            return take(connection, 1)[0].head
+
+        with processes(connect) as (client,):
+            drive(poller, lambda: server.accepted, "the connection")
+            server.accepted[0].send(Frame(b"hello"))
+            assert client.result() == b"hello"
+        server.close()
 
 
 @pytest.fixture

@@ -35,6 +35,7 @@ from gradwire.testing.connection_pairs import (
     Background,
     Pair,
     drive,
+    never,
     open_descriptors,
     open_pair,
     shared_memory,
@@ -160,10 +161,15 @@ def test_a_registered_transport_can_be_named_in_options(monkeypatch: pytest.Monk
     with pytest.raises(SetupError, match="already a transport"):
         registry.register("tcp", registry.TransportFactory(make))
     with rendezvous_file() as place:
-        options = Options(transports=["own"], init_method=place, token="secret", heartbeat_limit=40)
+        options = Options(
+            transports=["own"], init_method=place, token="the group's secret", heartbeat_limit=40
+        )
         with Worker("a", options=options) as a, Worker("b", options=options):
             assert a.rpc_sync("b", max, (1, 2)) == 2
-    assert made == [(b"secret", "127.0.0.1", options.max_message_bytes, 40)] * 2
+    settings = registry.TransportSettings(
+        b"the group's secret", max_bytes=options.max_message_bytes, stall_limit=40
+    )
+    assert made == [settings] * 2
 
 
 # -- pollers
@@ -222,7 +228,7 @@ def test_a_descriptor_closed_while_armed_does_not_break_the_poller(poller: Polle
 def test_in_process_ends_a_connection_if_the_listener_closes_before_accepting() -> None:
     network, poller, accepted = InProcessTransport(), EpollPoller(), []
     with contextlib.closing(poller):
-        listener = network.listen(LISTENER, poller, accepted.append)
+        listener = network.listen(LISTENER, poller, accepted.append, never)
         client = network.connect(listener.address.place, CLIENT, LISTENER, TIMEOUT)
         listener.close()
         callback = poller.next()
@@ -241,7 +247,7 @@ def test_tcp_explains_a_host_it_cannot_listen_on() -> None:
         contextlib.closing(EpollPoller()) as poller,
         pytest.raises(SetupError, match="GRADWIRE_HOST"),
     ):
-        TcpTransport(TOKEN, host="192.0.2.1").listen(LISTENER, poller, lambda _: None)
+        TcpTransport(TOKEN, host="192.0.2.1").listen(LISTENER, poller, lambda _: None, never)
 
 
 def test_tcp_within_the_machine_is_not_paced() -> None:
@@ -357,7 +363,7 @@ def test_unix_sends_through_the_pipe_when_there_are_too_many_segments(
 
 def test_unix_keeps_nothing_of_a_peer_that_was_killed() -> None:
     before, poller, accepted = open_descriptors(), EpollPoller(), list[Connection]()
-    listener = UnixTransport(TOKEN).listen(LISTENER, poller, accepted.append)
+    listener = UnixTransport(TOKEN).listen(LISTENER, poller, accepted.append, never)
     child = os.fork()
     if not child:
         _hold_a_tensor_until_killed(listener.address.place)

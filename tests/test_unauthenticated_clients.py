@@ -83,6 +83,18 @@ def test_many_silent_clients_do_not_keep_members_out(pair: list[Worker]) -> None
             client.close()
 
 
+def test_guests_are_dismissed_in_time_between_rare_heartbeats(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("gradwire._core.transport.listener.HANDSHAKE_SECONDS", 0.1)
+    options = rpc.Options(heartbeat_interval=1000, heartbeat_limit=1000)
+    with cluster(1, transports=transports_named("tcp"), options=options) as (worker,):
+        for _ in range(2):  # the second one comes when the first timer is over
+            with socket.create_connection(place_of(worker), TIMEOUT) as first:
+                with socket.create_connection(place_of(worker), TIMEOUT) as second:
+                    assert first.recv(1) == second.recv(1) == b""
+
+
 def test_a_worker_with_another_token_is_refused() -> None:
     with rendezvous_file() as place:
         options = [rpc.Options(init_method=place, token=token) for token in ("one", "two")]

@@ -65,6 +65,9 @@ class Options:
     #: The address to listen on, to which other workers connect. None means the value of
     #: $GRADWIRE_HOST or, if that is not set, the loopback address.
     host: str | None = None
+    #: Whether processes of other users may connect over the transport unix, if they know the token.
+    #: The transport tcp does not look at users.
+    allow_other_users: bool = False
     #: The names of the transports, best first. A worker uses the first one that reaches the other
     #: worker.
     transports: Sequence[str] = DEFAULT_TRANSPORTS

@@ -142,6 +142,7 @@ class Runtime:
             host or "127.0.0.1",
             self.options.max_message_bytes,
             self.options.heartbeat_limit,
+            self.options.allow_other_users,
         )
         made = registry.make_transports(self.options.transports, settings)
         return [self._wrap_transport(transport) for transport in made]

@@ -29,6 +29,13 @@ LISTENER = Greeting(0, "listener", "listener-incarnation")
 CLIENT = Greeting(1, "client", "client-incarnation")
 
 
+def never(seconds: float, callback: Callable[[], None]) -> None:
+    """Stand in for the timers of a worker: no listener disconnects a client because of its age.
+
+    >>> never(10.0, print)
+    """
+
+
 @dataclass(frozen=True)
 class Pair:
     """The two ends of a connection: `client` has opened the connection, and `listener` has accepted
@@ -116,7 +123,7 @@ def open_pair(transport: Transport, make_poller: Callable[[], Poller]) -> Iterat
         poller = make_poller()
         stack.callback(poller.close)
         accepted: list[Connection] = []
-        listener = transport.listen(LISTENER, poller, accepted.append)
+        listener = transport.listen(LISTENER, poller, accepted.append, never)
         stack.callback(listener.close)
         with Background(lambda: drive(poller, lambda: accepted, "the connection")):
             client = transport.connect(listener.address.place, CLIENT, LISTENER, TIMEOUT)

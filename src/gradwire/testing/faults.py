@@ -24,7 +24,7 @@ from contextlib import contextmanager
 from dataclasses import KW_ONLY, dataclass
 from typing import Literal
 
-from gradwire._core.transport.base import Connection, Greeting, Listener, Transport
+from gradwire._core.transport.base import CallLater, Connection, Greeting, Listener, Transport
 from gradwire._core.transport.poller import Poller
 from gradwire._core.wire.frames import Frame
 from gradwire._core.wire.messages import Kind, peek
@@ -109,10 +109,17 @@ class FaultyTransport:
         return self._inner.name
 
     def listen(
-        self, me: Greeting, poller: Poller, accepted: Callable[[Connection], None]
+        self,
+        me: Greeting,
+        poller: Poller,
+        accepted: Callable[[Connection], None],
+        call_later: CallLater,
     ) -> Listener:
         return self._inner.listen(
-            me, poller, lambda connection: accepted(FaultyConnection(connection, self, me))
+            me,
+            poller,
+            lambda connection: accepted(FaultyConnection(connection, self, me)),
+            call_later,
         )
 
     def connect(self, place: str, me: Greeting, them: Greeting, timeout: float) -> Connection:

@@ -155,7 +155,11 @@ class Agent:
     def start(self) -> None:
         """Listen for connections, and join the group."""
         for transport in self._transports:
-            self._listeners.append(transport.listen(self._greeting, self.poller, self._accepted))
+            self._listeners.append(
+                transport.listen(
+                    self._greeting, self.poller, self._accepted, self.timers.call_later
+                )
+            )
         addresses = tuple(listener.address for listener in self._listeners)
         member = Member(self.info, self._greeting.incarnation, addresses)
         self.membership.join(member)
@@ -237,8 +241,6 @@ class Agent:
 
     def _trim(self) -> None:
         """Free the memory that the connections have not used since the last call of this method."""
-        for listener in self._listeners:
-            listener.trim()
         for client_channel in self.peers.channels():
             client_channel.trim()
         for server_channel in self._list_server_channels():

@@ -20,6 +20,9 @@ from typing import NamedTuple, Protocol
 from gradwire._core.transport.poller import Poller
 from gradwire._core.wire.frames import Frame
 
+#: Has a function called after so many seconds.
+CallLater = Callable[[float, Callable[[], None]], None]
+
 
 class Address(NamedTuple):
     """Where a listener can be reached: the name of a transport, and a place in the format of that
@@ -107,9 +110,6 @@ class Listener(Protocol):
 
     address: Address
 
-    def trim(self) -> None:
-        """Reject the clients that take too long to complete the handshake."""
-
     def close(self) -> None: ...
 
     def abandon(self) -> None:
@@ -124,10 +124,15 @@ class Transport(Protocol):
     def name(self) -> str: ...
 
     def listen(
-        self, me: Greeting, poller: Poller, accepted: Callable[[Connection], None]
+        self,
+        me: Greeting,
+        poller: Poller,
+        accepted: Callable[[Connection], None],
+        call_later: CallLater,
     ) -> Listener:
         """Start to accept connections. The poller calls `accepted` with each connection whose
-        client has proven that it belongs to the group."""
+        client has proven that it belongs to the group. The listener uses `call_later` to
+        disconnect clients that take too long."""
 
     def connect(self, place: str, me: Greeting, them: Greeting, timeout: float) -> Connection:
         """Open a connection to the worker `them`. Raise ConnectionRefusedError only if that worker

@@ -11,6 +11,9 @@ also covers a direction and an identity:
     proof(c) | length u16 | greeting           ->
                                                <-       WELCOME
 
+Over the transport `unix`, the client then sends READY with file descriptors, and the server
+answers READY. So no side takes descriptors before both sides have proven themselves.
+
     proof(s) = HMAC(token, "server" | c | s | incarnation of the server)
     proof(m) = HMAC(token, "member" | c | s)
     proof(c) = HMAC(token, "client" | c | s | greeting)
@@ -38,6 +41,8 @@ MAGIC = b"gradwire"
 NONCE_SIZE = 32
 PROOF_SIZE = 32
 WELCOME = b"\x01"
+#: The last message of each side, if the client sends file descriptors after the server's WELCOME.
+READY = b"\x02"
 
 _LENGTH = struct.Struct("<H")
 #: The size of the client's first message.

@@ -13,7 +13,7 @@ from collections.abc import Callable
 
 from torch import Tensor
 
-from gradwire._core.transport.base import Address, Connection, Greeting
+from gradwire._core.transport.base import Address, CallLater, Connection, Greeting
 from gradwire._core.transport.poller import Poller
 from gradwire._core.transport.read_token import ReadToken
 from gradwire._core.transport.receive_buffers import fresh_bytes
@@ -31,7 +31,11 @@ class InProcessTransport:
         self._next_place = itertools.count()
 
     def listen(
-        self, me: Greeting, poller: Poller, accepted: Callable[[Connection], None]
+        self,
+        me: Greeting,
+        poller: Poller,
+        accepted: Callable[[Connection], None],
+        call_later: CallLater,  # noqa: ARG002
     ) -> InProcessListener:
         place = str(next(self._next_place))
         listener = InProcessListener(Address(self.name, place), me, poller, accepted, self)
@@ -84,9 +88,6 @@ class InProcessListener:
             connection.close()
         else:
             self._accepted(connection)
-
-    def trim(self) -> None:
-        pass
 
     def close(self) -> None:
         self._closed = True

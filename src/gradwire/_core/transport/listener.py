@@ -15,9 +15,10 @@ import threading
 import time
 from collections.abc import Callable
 
-from gradwire._core.transport.base import Address, Connection, Greeting
+from gradwire._core.transport.base import Address, CallLater, Connection, Greeting
 from gradwire._core.transport.handshake import (
     CHALLENGE_SIZE,
+    READY,
     WELCOME,
     ClientHandshake,
     ServerHandshake,
@@ -35,8 +36,11 @@ HANDSHAKE_SECONDS = 10.0
 #: How many handshakes may be pending. If one more client connects, the client whose handshake has
 #: been pending longest is rejected.
 MAX_PENDING = 128
-#: How many file descriptors a client may send along with its proof.
-MAX_DESCRIPTORS = 4
+#: After this many seconds, a listener that could not accept clients tries again.
+RETRY_SECONDS = 1.0
+
+#: Returns up to so many bytes from a socket.
+Receive = Callable[[socket.socket, int], bytes]
 
 
 def shake_hands(
@@ -44,25 +48,21 @@ def shake_hands(
     token: bytes,
     me: Greeting,
     server_incarnation: str,
-    descriptors: tuple[int, ...] = (),
+    receive: Receive = socket.socket.recv,
 ) -> None:
-    """Run the client's side of the handshake, on a socket that has a timeout. The client's last
-    message passes the file descriptors in `descriptors` to the server."""
+    """Run the client's side of the handshake, on a socket that has a timeout. The function
+    `receive` reads from the socket."""
     handshake = ClientHandshake(token, me, server_incarnation)
     sock.sendall(handshake.hello())
-    response = handshake.response(_read_exactly(sock, CHALLENGE_SIZE))
-    if descriptors:
-        sent = socket.send_fds(sock, [response], list(descriptors))
-        sock.sendall(response[sent:])
-    else:
-        sock.sendall(response)
-    _read_exactly(sock, len(WELCOME))
+    sock.sendall(handshake.response(read_exactly(sock, CHALLENGE_SIZE, receive)))
+    read_exactly(sock, len(WELCOME), receive)
 
 
-def _read_exactly(sock: socket.socket, size: int) -> bytes:
+def read_exactly(sock: socket.socket, size: int, receive: Receive = socket.socket.recv) -> bytes:
+    """Read `size` bytes from the server, with the function `receive`."""
     data = b""
     while len(data) < size:
-        piece = sock.recv(size - len(data))
+        piece = receive(sock, size - len(data))
         if not piece:
             raise AuthenticationError(
                 "the other side ended the handshake: it has another token, or it is not a worker"
@@ -80,48 +80,41 @@ class PendingHandshake:
         self._listener = listener
         self._handshake = ServerHandshake(listener.token, listener.me.incarnation)
         self._data = b""
-        self._descriptors: list[int] = []
 
     def on_readable(self) -> None:
         try:
-            self._read()
+            if self._handshake.greeting is None:
+                self._read()
+            else:
+                self._listener.complete(self, self._handshake.greeting, READY)
+        except BlockingIOError:
+            self._listener.poller.arm(self.sock.fileno())
         except (OSError, ValueError, AuthenticationError):
             self._listener.reject(self)
 
     def _read(self) -> None:
         handshake = self._handshake
-        try:
-            # Any read may return file descriptors, because they arrive attached to ordinary bytes.
-            missing = handshake.needed - len(self._data)
-            data, descriptors = self._listener.read_handshake(self.sock, missing)
-        except BlockingIOError:
-            self._listener.poller.arm(self.sock.fileno())
-            return
-        self._descriptors.extend(descriptors)
-        if len(self._descriptors) > MAX_DESCRIPTORS:
-            raise ConnectionError("the client sent more descriptors than a handshake has")
+        data = self._listener.receive(self.sock, handshake.needed - len(self._data))
         if not data:
             raise ConnectionError("the client closed the connection during the handshake")
         self._data += data
         if len(self._data) == handshake.needed:
             answer = handshake.feed(self._data)
             self._data = b""
-            if handshake.greeting is not None:
-                self._listener.complete(self, handshake.greeting, self.take_descriptors(), answer)
+            if handshake.greeting is not None and not self._listener.takes_descriptors:
+                self._listener.complete(self, handshake.greeting, answer)
                 return
             if answer:
                 # One call sends all bytes, because the send buffer is empty.
                 self.sock.send(answer)
         self._listener.poller.arm(self.sock.fileno())
 
-    def take_descriptors(self) -> list[int]:
-        """Return the file descriptors received so far. The caller must close them."""
-        descriptors, self._descriptors = self._descriptors, []
-        return descriptors
-
 
 class StreamListener:
     """Accepts clients on a listening socket, and reports a connection after each handshake."""
+
+    #: Whether a client sends file descriptors after its handshake. `make_connection` takes them.
+    takes_descriptors = False
 
     def __init__(
         self,
@@ -131,20 +124,24 @@ class StreamListener:
         me: Greeting,
         poller: Poller,
         accepted: Callable[[Connection], None],
+        call_later: CallLater,
     ):
         self.address = address
         self.token = token
         self.me = me
         self.poller = poller
         self._accepted = accepted
+        self._call_later = call_later
         self._sock = sock
         #: The pending handshakes, oldest first. The dictionary is used as an ordered set.
         self._pending: dict[PendingHandshake, None] = {}
         self._lock = threading.Lock()
         self._closed = False
-        #: True if the process has no free file descriptors. The poller then does not watch the
-        #: listening socket until the next `trim`.
-        self._out_of_descriptors = False
+        #: Whether `_reject_late` will be called.
+        self._has_timer = False
+        #: Whether this listener accepts no clients at present. The poller then does not watch the
+        #: listening socket.
+        self._paused = False
         sock.setblocking(False)
         poller.add(sock.fileno(), self._on_readable)
         poller.arm(sock.fileno())
@@ -153,10 +150,14 @@ class StreamListener:
         has_accepted = False
         try:
             while not self._closed:
+                if not self.has_room():
+                    self._pause("too many rejected clients are still being disconnected")
+                    return
                 sock, _ = self._sock.accept()
-                self._out_of_descriptors = False
-                self._start_handshake(sock)
+                self._paused = False
                 has_accepted = True
+                if self.admits(sock):
+                    self._start_handshake(sock)
         except (BlockingIOError, ConnectionError):
             pass
         except OSError as error:
@@ -167,58 +168,73 @@ class StreamListener:
             # is pending, stop watching the listening socket. Otherwise the poller would report the
             # waiting client again and again.
             if not has_accepted and not self._reject_older_than(0.0):
-                self._pause(error)
+                self._pause(str(error))
                 return
         if not self._closed:
             self.poller.arm(self._sock.fileno())
 
-    def _pause(self, error: OSError) -> None:
-        if not self._out_of_descriptors and not self._closed:
+    def _pause(self, reason: str) -> None:
+        if not self._paused and not self._closed:
             logger.warning(
-                "worker %s cannot accept connections: %s. It will try again at every heartbeat",
+                "worker %s cannot accept connections: %s. It will try again every second",
                 self.me.name,
-                error,
+                reason,
             )
-        self._out_of_descriptors = True
+        self._paused = True
+        self._call_later(RETRY_SECONDS, self._resume)
+
+    def _resume(self) -> None:
+        with self._lock:
+            if not self._closed:
+                self.poller.arm(self._sock.fileno())
+
+    def has_room(self) -> bool:
+        """Return whether one more client may be accepted."""
+        return True
+
+    def admits(self, sock: socket.socket) -> bool:  # noqa: ARG002
+        """Return whether a client that has connected may begin its handshake. If not, this method
+        disconnects the client."""
+        return True
 
     def _start_handshake(self, sock: socket.socket) -> None:
         sock.setblocking(False)
         pending = PendingHandshake(sock, self)
         with self._lock:
             if self._closed:
-                sock.close()
+                self.disconnect(sock)
                 return
             is_full = len(self._pending) >= MAX_PENDING
             oldest = next(iter(self._pending)) if is_full else None
             self._pending[pending] = None
             self.poller.add(sock.fileno(), pending.on_readable)
+            needs_timer, self._has_timer = not self._has_timer, True
         if oldest is not None:
             self.reject(oldest)
         self.poller.arm(sock.fileno())
+        if needs_timer:
+            self._call_later(HANDSHAKE_SECONDS, self._reject_late)
 
-    def read_handshake(self, sock: socket.socket, size: int) -> tuple[bytes, list[int]]:
-        """Return up to `size` bytes from a client, and the file descriptors that the client sent
-        along with these bytes."""
-        return sock.recv(size), []
+    def receive(self, sock: socket.socket, size: int) -> bytes:
+        """Return up to `size` bytes from a client that may be a stranger."""
+        return sock.recv(size)
 
-    def make_connection(
-        self, sock: socket.socket, peer: Greeting, descriptors: list[int]
-    ) -> Connection:
+    def disconnect(self, sock: socket.socket) -> None:
+        """Close the socket of a client that may be a stranger. Do not wait."""
+        sock.close()
+
+    def make_connection(self, sock: socket.socket, peer: Greeting) -> Connection:
         """Make the connection to a client that has completed its handshake."""
         raise NotImplementedError
 
-    def complete(
-        self, pending: PendingHandshake, greeting: Greeting, descriptors: list[int], answer: bytes
-    ) -> None:
+    def complete(self, pending: PendingHandshake, greeting: Greeting, answer: bytes) -> None:
         """Accept a client that has proven that it belongs to the group."""
         if not self._remove(pending):
-            for descriptor in descriptors:
-                close_quietly(descriptor)
             return
         try:
-            connection = self.make_connection(pending.sock, greeting, descriptors)
+            connection = self.make_connection(pending.sock, greeting)
         except BaseException:
-            pending.sock.close()
+            self.disconnect(pending.sock)
             raise
         try:
             pending.sock.send(answer)
@@ -231,9 +247,7 @@ class StreamListener:
     def reject(self, pending: PendingHandshake) -> None:
         """Disconnect a client that has not completed its handshake."""
         if self._remove(pending):
-            for descriptor in pending.take_descriptors():
-                close_quietly(descriptor)
-            pending.sock.close()
+            self.disconnect(pending.sock)
 
     def _remove(self, pending: PendingHandshake) -> bool:
         """Remove a pending handshake. Return False if another thread has already removed it. If
@@ -245,13 +259,15 @@ class StreamListener:
             self.poller.remove(pending.sock.fileno())
             return True
 
-    def trim(self, limit: float = HANDSHAKE_SECONDS) -> None:
-        """Reject the handshakes that have been pending for more than `limit` seconds. If accepting
-        stopped because file descriptors ran out, start to accept again."""
-        self._reject_older_than(limit)
+    def _reject_late(self) -> None:
+        """Reject the clients that take too long. If others are pending, come back for them."""
+        self._reject_older_than(HANDSHAKE_SECONDS)
         with self._lock:
-            if self._out_of_descriptors and not self._closed:
-                self.poller.arm(self._sock.fileno())
+            oldest = next(iter(self._pending), None)
+            self._has_timer = oldest is not None
+        if oldest is not None:
+            left = oldest.started + HANDSHAKE_SECONDS - time.monotonic()
+            self._call_later(max(0.0, left), self._reject_late)
 
     def _reject_older_than(self, limit: float) -> bool:
         """Reject the handshakes that have been pending for `limit` seconds or more. Return whether
@@ -272,13 +288,15 @@ class StreamListener:
         for pending in all_pending:
             self.reject(pending)
         self.poller.remove(self._sock.fileno())
-        self._sock.close()
+        self._stop_listening(self._sock)
+
+    def _stop_listening(self, sock: socket.socket) -> None:
+        """Close the listening socket."""
+        sock.close()
 
     def abandon(self) -> None:
         self._closed = True
         for pending in list(self._pending):
-            for descriptor in pending.take_descriptors():
-                close_quietly(descriptor)
             pending.sock.close()
         self._sock.close()
 

@@ -93,5 +93,9 @@ class Pipes:
 
     def close(self) -> None:
         self.sock.close()
+        self.close_ends()
+
+    def close_ends(self) -> None:
+        """Close the pipes, but not the socket."""
         self.incoming.close()
         self.outgoing.close()

@@ -8,23 +8,27 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from gradwire._core.transport.base import Transport
 from gradwire.errors import SetupError
 
 
-class TransportSettings(NamedTuple):
+@dataclass(frozen=True)
+class TransportSettings:
     """The settings that a worker gives to each of its transports."""
 
     #: The group's secret.
-    token: bytes
+    token: bytes = field(repr=False)
     #: The address to listen on, for transports that reach other machines.
     host: str = "127.0.0.1"
     #: The size in bytes of the largest frame that is accepted.
     max_bytes: int = 1 << 40
     #: A peer that takes no data for this many seconds is disconnected.
     stall_limit: float = 30.0
+    #: Whether processes of other users may connect, for transports that can tell users apart.
+    allow_other_users: bool = False
 
 
 class TransportFactory(NamedTuple):
@@ -40,7 +44,12 @@ class TransportFactory(NamedTuple):
 def _make_unix(settings: TransportSettings) -> Transport:
     from gradwire._core.transport.unix import UnixTransport
 
-    return UnixTransport(settings.token, settings.max_bytes, settings.stall_limit)
+    return UnixTransport(
+        settings.token,
+        settings.max_bytes,
+        settings.stall_limit,
+        allow_other_users=settings.allow_other_users,
+    )
 
 
 def _make_tcp(settings: TransportSettings) -> Transport:

@@ -6,9 +6,9 @@ import contextlib
 import ipaddress
 import socket
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
-from gradwire._core.transport.base import Address, Connection, Greeting
+from gradwire._core.transport.base import Address, CallLater, Connection, Greeting
 from gradwire._core.transport.listener import BACKLOG, StreamListener, shake_hands
 from gradwire._core.transport.poller import Poller
 from gradwire._core.transport.stream import StreamConnection
@@ -23,14 +23,18 @@ _UNPACED_CONTROL = b"reno"
 class TcpTransport:
     """Connects workers over TCP. It listens on one address, which is loopback by default."""
 
-    token: bytes
+    token: bytes = field(repr=False)
     host: str = "127.0.0.1"
     max_bytes: int = 1 << 40
     stall_limit: float = 30.0
     name: str = "tcp"
 
     def listen(
-        self, me: Greeting, poller: Poller, accepted: Callable[[Connection], None]
+        self,
+        me: Greeting,
+        poller: Poller,
+        accepted: Callable[[Connection], None],
+        call_later: CallLater,
     ) -> TcpListener:
         try:
             family, kind, protocol, _, socket_address = socket.getaddrinfo(
@@ -47,7 +51,7 @@ class TcpTransport:
         sock.listen(BACKLOG)
         host, port = sock.getsockname()[:2]
         address = Address(self.name, f"{host}|{port}")
-        return TcpListener(sock, address, self, me, poller, accepted)
+        return TcpListener(sock, address, self, me, poller, accepted, call_later)
 
     def _cannot_listen(self, error: OSError) -> SetupError:
         return SetupError(
@@ -95,16 +99,12 @@ class TcpListener(StreamListener):
         me: Greeting,
         poller: Poller,
         accepted: Callable[[Connection], None],
+        call_later: CallLater,
     ):
         self._transport = transport
-        super().__init__(sock, address, transport.token, me, poller, accepted)
+        super().__init__(sock, address, transport.token, me, poller, accepted, call_later)
 
-    def make_connection(
-        self,
-        sock: socket.socket,
-        peer: Greeting,
-        descriptors: list[int],  # noqa: ARG002
-    ) -> StreamConnection:
+    def make_connection(self, sock: socket.socket, peer: Greeting) -> StreamConnection:
         return self._transport.connection(sock, peer)
 
 

@@ -5,7 +5,12 @@ and processes in another network namespace, such as a container, cannot reach it
 whether a peer is on the same machine, a client just connects. If that fails, the client tries the
 next transport.
 
-The client sends four file descriptors along with its proof that it belongs to the group:
+File permissions do not apply to such a name, so processes of all users can connect. Therefore each
+side first asks the system which user the other process belongs to. It refuses other users, unless
+the option `allow_other_users` is set.
+
+After the handshake, when both sides have proven that they belong to the group, the client sends
+four file descriptors, and the listener answers READY (`strangers` says why it is not done before):
 
 - one end of a socket pair, the *channel*, over which both sides pass the file descriptors of
   segments, the pieces of shared memory that carry large tensors;
@@ -17,6 +22,7 @@ The client sends four file descriptors along with its proof that it belongs to t
 from __future__ import annotations
 
 import contextlib
+import logging
 import mmap
 import os
 import secrets
@@ -24,26 +30,32 @@ import select
 import socket
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from torch import Tensor
 
-from gradwire._core.transport.base import Address, Connection, Greeting
+from gradwire._core.transport.base import Address, CallLater, Connection, Greeting
 from gradwire._core.transport.framing import RETIRED, FrameReader, pack_prefix
+from gradwire._core.transport.handshake import READY
 from gradwire._core.transport.listener import (
     BACKLOG,
-    MAX_DESCRIPTORS,
     StreamListener,
     close_quietly,
+    read_exactly,
     shake_hands,
 )
 from gradwire._core.transport.pipes import Pipes, check_pipe_ends, make_pipes
 from gradwire._core.transport.poller import Poller
 from gradwire._core.transport.shared_memory import SEGMENT_BYTES, SegmentReceiver, SegmentSender
+from gradwire._core.transport.strangers import SocketCloser, prepare, receive, user_of_peer
 from gradwire._core.transport.stream import StreamConnection
 from gradwire._core.wire.frames import Bytes
 from gradwire.errors import AuthenticationError, ConnectionClosed
 
+logger = logging.getLogger("gradwire")
+
+#: How many file descriptors a client sends after its handshake.
+_DESCRIPTORS = 4
 _PROBE_SIZE = 4096
 _PROBE_TEXT = b"gradwire shares this memory"
 
@@ -53,24 +65,36 @@ class UnixTransport:
     """Connects processes of one Linux machine. Each listener has a random name, which nobody can
     guess."""
 
-    token: bytes
+    token: bytes = field(repr=False)
     max_bytes: int = 1 << 40
     stall_limit: float = 30.0
     segment_bytes: int = SEGMENT_BYTES
+    allow_other_users: bool = False
     name: str = "unix"
+    #: Closes the sockets of processes that are not known to be members of the group.
+    closer: SocketCloser = field(
+        default_factory=SocketCloser, init=False, repr=False, compare=False
+    )
 
     def listen(
-        self, me: Greeting, poller: Poller, accepted: Callable[[Connection], None]
+        self,
+        me: Greeting,
+        poller: Poller,
+        accepted: Callable[[Connection], None],
+        call_later: CallLater,
     ) -> UnixListener:
         place = f"gradwire-{secrets.token_hex(16)}"
         sock = socket.socket(socket.AF_UNIX)
         sock.bind("\0" + place)
         sock.listen(BACKLOG)
-        return UnixListener(sock, Address(self.name, place), self, me, poller, accepted)
+        address = Address(self.name, place)
+        return UnixListener(sock, address, self, me, poller, accepted, call_later)
 
     def connect(self, place: str, me: Greeting, them: Greeting, timeout: float) -> UnixConnection:
         with contextlib.ExitStack() as on_failure, contextlib.ExitStack() as always:
-            sock = on_failure.enter_context(socket.socket(socket.AF_UNIX))
+            sock = socket.socket(socket.AF_UNIX)
+            on_failure.callback(self.closer.close, sock)
+            prepare(sock)
             channel, their_channel = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
             on_failure.enter_context(channel)
             always.enter_context(their_channel)
@@ -78,18 +102,30 @@ class UnixTransport:
             for descriptor in their_ends:
                 always.callback(os.close, descriptor)
             pipes = Pipes(sock, ends)
-            on_failure.callback(pipes.close)
+            on_failure.callback(pipes.close_ends)
             probe = os.memfd_create("gradwire-probe", os.MFD_CLOEXEC)
             always.callback(os.close, probe)
             os.ftruncate(probe, _PROBE_SIZE)
             sock.settimeout(timeout)
             _wait_for_room(sock, "\0" + place, timeout)
-            passed = (their_channel.fileno(), probe, *their_ends)
-            shake_hands(sock, self.token, me, them.incarnation, passed)
+            if not self.admits(user := user_of_peer(sock)):
+                raise AuthenticationError(
+                    f"the process that listens there belongs to user {user}, and this process "
+                    f"belongs to user {os.geteuid()}. To connect them over the transport unix, set "
+                    "the option allow_other_users on both workers"
+                )
+            shake_hands(sock, self.token, me, them.incarnation, receive)
+            passed = [their_channel.fileno(), probe, *their_ends]
+            socket.send_fds(sock, [READY], passed)
+            read_exactly(sock, len(READY))
             if os.pread(probe, len(_PROBE_TEXT), 0) != _PROBE_TEXT:
                 raise OSError(f"worker {them.name!r} and this process cannot share memory")
             on_failure.pop_all()
             return UnixConnection(pipes, channel, them, self)
+
+    def admits(self, user: int) -> bool:
+        """Return whether this worker may be connected with the processes of a user."""
+        return self.allow_other_users or user == os.geteuid()
 
 
 def _wait_for_room(sock: socket.socket, address: str, timeout: float) -> None:
@@ -220,6 +256,8 @@ class UnixConnection(StreamConnection):
 class UnixListener(StreamListener):
     """Accepts the connections that other workers open to this worker."""
 
+    takes_descriptors = True
+
     def __init__(
         self,
         sock: socket.socket,
@@ -228,21 +266,52 @@ class UnixListener(StreamListener):
         me: Greeting,
         poller: Poller,
         accepted: Callable[[Connection], None],
+        call_later: CallLater,
     ):
         self._transport = transport
-        super().__init__(sock, address, transport.token, me, poller, accepted)
+        #: The other users whose processes were refused.
+        self._refused: set[int] = set()
+        super().__init__(sock, address, transport.token, me, poller, accepted, call_later)
 
-    def read_handshake(self, sock: socket.socket, size: int) -> tuple[bytes, list[int]]:
-        data, descriptors, _, _ = socket.recv_fds(sock, size, MAX_DESCRIPTORS)
-        for descriptor in descriptors:
-            os.set_inheritable(descriptor, False)
-        return data, descriptors
+    def has_room(self) -> bool:
+        return not self._transport.closer.is_full
 
-    def make_connection(
-        self, sock: socket.socket, peer: Greeting, descriptors: list[int]
-    ) -> UnixConnection:
+    def admits(self, sock: socket.socket) -> bool:
+        prepare(sock)
+        user = user_of_peer(sock)
+        if self._transport.admits(user):
+            return True
+        if user not in self._refused:
+            self._refused.add(user)
+            logger.warning(
+                "worker %s refuses processes of user %d, who is not the user of this worker. "
+                "Workers of that user can connect over tcp, or set the option allow_other_users",
+                self.me.name,
+                user,
+            )
+        self.disconnect(sock)
+        return False
+
+    def receive(self, sock: socket.socket, size: int) -> bytes:
+        return receive(sock, size)
+
+    def disconnect(self, sock: socket.socket) -> None:
+        self._transport.closer.close(sock)
+
+    def _stop_listening(self, sock: socket.socket) -> None:
+        self._transport.closer.close_listening(sock)
+        self._transport.closer.finish()
+
+    def abandon(self) -> None:
+        super().abandon()
+        self._transport.closer.abandon()
+
+    def make_connection(self, sock: socket.socket, peer: Greeting) -> UnixConnection:
+        _, descriptors, _, _ = socket.recv_fds(sock, len(READY), _DESCRIPTORS)
         try:
-            if len(descriptors) != MAX_DESCRIPTORS:
+            for descriptor in descriptors:
+                os.set_inheritable(descriptor, False)
+            if len(descriptors) != _DESCRIPTORS:
                 raise AuthenticationError("the client sent too few descriptors")
             _, probe, incoming, outgoing = descriptors
             with mmap.mmap(probe, _PROBE_SIZE) as memory:

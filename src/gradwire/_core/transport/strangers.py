@@ -1,0 +1,140 @@
+"""Unix sockets whose other end may be a stranger, a process that does not know the group's token.
+
+A stranger can attach file descriptors to what it sends. To close the last copy of a descriptor may
+block for as long as the stranger likes: for example, if it is a socket with SO_LINGER and unsent
+bytes. The kernel closes such copies in the thread that reads the bytes without taking the
+descriptors, and in the thread that closes the socket on which the bytes were not read. So this
+module
+
+- reads only bytes without descriptors. It looks at the bytes first, with MSG_PEEK, which leaves the
+  descriptors where they are;
+- has a thread of its own close a socket that still holds bytes.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import socket
+import struct
+import threading
+from collections import deque
+from contextlib import suppress
+
+from gradwire.errors import AuthenticationError
+
+#: The process id, user id and group id that SO_PEERCRED returns.
+_CREDENTIALS = struct.Struct("iII")
+#: A worker that ends waits at most this long for sockets that are being closed.
+_LAST_CLOSE_SECONDS = 1.0
+#: If this many sockets wait to be closed, a listener accepts no more clients.
+MAX_WAITING = 128
+
+
+def prepare(sock: socket.socket) -> None:
+    """Set up a socket before anything is read from it."""
+    # Without this option, a read discards an urgent byte (MSG_OOB) that MSG_PEEK does not show.
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_OOBINLINE, 1)
+
+
+def user_of_peer(sock: socket.socket) -> int:
+    """Return the id of the user whose process has connected, or listens, at the other end."""
+    credentials = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+    _, user, _ = _CREDENTIALS.unpack(credentials)
+    return int(user)
+
+
+def receive(sock: socket.socket, size: int) -> bytes:
+    """Like `sock.recv`, but raise AuthenticationError before a byte with descriptors is read."""
+    data, _, flags, _ = sock.recvmsg(size, 0, socket.MSG_PEEK)
+    if flags & socket.MSG_CTRUNC:  # There are descriptors, and no room was given for them.
+        raise AuthenticationError(
+            "the other side sent file descriptors before it has proven that it knows the token"
+        )
+    return sock.recv(len(data)) if data else b""
+
+
+class SocketCloser:
+    """Closes sockets without blocking the calling thread. A socket that holds nothing is closed at
+    once, the others are closed by a thread, which lives as long as there is something to close."""
+
+    def __init__(self) -> None:
+        self._waiting: deque[int] = deque()
+        self._lock = threading.Lock()
+        self._thread: threading.Thread | None = None
+        #: Whether the thread will look for more sockets to close.
+        self._runs = False
+
+    @property
+    def is_full(self) -> bool:
+        return len(self._waiting) >= MAX_WAITING
+
+    def close(self, sock: socket.socket) -> None:
+        """End a connection, and close its socket."""
+        # After the shutdown, the peer can send no more.
+        with suppress(OSError):
+            sock.shutdown(socket.SHUT_RDWR)
+        if _is_empty(sock):
+            sock.close()
+        else:
+            self._close_later(sock)
+
+    def close_listening(self, sock: socket.socket) -> None:
+        """Close a listening socket, and the connections that were not accepted yet."""
+        with suppress(OSError):
+            sock.shutdown(socket.SHUT_RDWR)
+        try:
+            while True:
+                client, _ = sock.accept()
+                prepare(client)
+                self.close(client)
+        except OSError as error:
+            # After a shutdown, `accept` fails with EINVAL if no connection is left.
+            if error.errno == errno.EINVAL:
+                sock.close()
+            else:
+                self._close_later(sock)
+
+    def finish(self) -> None:
+        """Wait a moment until all sockets are closed."""
+        thread = self._thread
+        if thread is not None:
+            thread.join(_LAST_CLOSE_SECONDS)
+
+    def abandon(self) -> None:
+        """Close the file descriptors that a forked child process has inherited."""
+        while self._waiting:
+            with suppress(OSError):
+                os.close(self._waiting.popleft())
+
+    def _close_later(self, sock: socket.socket) -> None:
+        with self._lock:
+            self._waiting.append(sock.detach())
+            if self._runs:
+                return
+            thread = threading.Thread(target=self._run, name="gradwire-closer", daemon=True)
+            # If the system allows no more threads, the socket waits for the next one.
+            with suppress(RuntimeError):
+                thread.start()
+                self._thread, self._runs = thread, True
+
+    def _run(self) -> None:
+        while True:
+            with self._lock:
+                if not self._waiting:
+                    self._runs = False
+                    return
+                descriptor = self._waiting.popleft()
+            with suppress(OSError):
+                os.close(descriptor)
+
+
+def _is_empty(sock: socket.socket) -> bool:
+    """Return whether a socket holds no bytes. The socket must have been shut down."""
+    try:
+        return not sock.recv(1, socket.MSG_PEEK)
+    except BlockingIOError:
+        return False
+    except OSError:
+        # The connection was reset, or it never existed. Then there is nothing to read.
+        return True
