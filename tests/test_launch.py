@@ -132,9 +132,17 @@ def test_workers_get_the_variables_of_torchrun_and_a_token(program: Program) -> 
     assert len(token) >= 32
     assert printed == [[rank, rank, "2", "2", "127.0.0.1", port, token] for rank in "01"]
 
-    program.environment["GRADWIRE_TOKEN"] = "mine"
+    program.environment["GRADWIRE_TOKEN"] = "my-own-token-of-sufficient-length"
     _, out, _ = program.run("-n", "1", script)
-    assert out.split()[-1] == "mine"
+    assert out.split()[-1] == "my-own-token-of-sufficient-length"
+
+
+def test_a_token_that_is_easy_to_guess_is_refused_before_workers_start(program: Program) -> None:
+    program.environment["GRADWIRE_TOKEN"] = "easy"
+    code, out, err = program.run("-n", "1", program.write("print('started')\n"))
+    assert (code, out) == (2, "")
+    assert "at least 16 characters" in err
+    assert "easy" not in err.replace("easy to", "")
 
 
 @pytest.mark.parametrize("before_program", [[], ["--"]], ids=["plain", "--"])

@@ -17,8 +17,10 @@ import os
 from collections.abc import Sequence
 
 from gradwire import bench, launch
+from gradwire._core.token import token_from_environment
 from gradwire._version import __version__
 from gradwire.bench import plots
+from gradwire.errors import SetupError
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -134,6 +136,10 @@ def _run(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
         parser.error(f"run: there is no script {command[0]!r}")
     if options.torch:
         command = ["-m", "gradwire.compat", *command]
+    try:
+        token_from_environment()
+    except SetupError as error:
+        parser.error(f"run: {error}")
     return launch.run(command, options.workers, options.grace)
 
 

@@ -27,7 +27,7 @@ from queue import Empty, SimpleQueue
 from types import FrameType
 from typing import IO, Any
 
-from gradwire.options import TOKEN_VARIABLE
+from gradwire._core.token import TOKEN_VARIABLE, token_from_environment
 
 #: A worker that was asked to end and still runs after this many seconds is killed.
 GRACE_SECONDS = 10.0
@@ -68,7 +68,7 @@ def run(command: Sequence[str], workers: int, grace: float = GRACE_SECONDS) -> i
         cleanup.enter_context(_signals_into(events))
         port = cleanup.enter_context(free_port())
         cleanup.callback(_end, group, _KILL)
-        token = os.environ.get(TOKEN_VARIABLE) or secrets.token_hex(32)
+        token = token_from_environment() or secrets.token_hex(32)
         for rank in range(workers):
             group.append(_Worker(rank, command, environment(rank, workers, port, token)))
         # The threads start after the last fork, because a fork in a process with threads is not

@@ -4,18 +4,17 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from datetime import timedelta
 from threading import TIMEOUT_MAX
 from typing import Any
 
+from gradwire._core.token import check_token, token_from_environment, token_from_file
 from gradwire.errors import SetupError
 
 DEFAULT_TIMEOUT = 60.0
 #: The default of `timeout` parameters. It means: use the option `rpc_timeout`.
 UNSET_TIMEOUT = -1.0
-#: The environment variable that gives the group's token if the options do not.
-TOKEN_VARIABLE = "GRADWIRE_TOKEN"
 #: The environment variable that gives the address to listen on if the options do not.
 HOST_VARIABLE = "GRADWIRE_HOST"
 
@@ -59,9 +58,13 @@ class Options:
     _transports: Sequence[str] | None = None
     _channels: Sequence[str] | None = None
 
-    #: The secret of the group. None means the value of $GRADWIRE_TOKEN. If that is not set, the
-    #: workers share a random token through the rendezvous; then they must be on one machine.
-    token: str | None = None
+    #: The secret of the group: at least 16 characters. If neither this option nor `token_file` is
+    #: given, the token is the value of $GRADWIRE_TOKEN, or is in the file $GRADWIRE_TOKEN_FILE. If
+    #: these are not set, the workers share a random token through the rendezvous; then they must be
+    #: on one machine.
+    token: str | None = field(default=None, repr=False)
+    #: The path of a file with the token, which only its owner may read.
+    token_file: str | os.PathLike[str] | None = None
     #: The address to listen on, to which other workers connect. None means the value of
     #: $GRADWIRE_HOST or, if that is not set, the loopback address.
     host: str | None = None
@@ -100,6 +103,10 @@ class Options:
             raise SetupError(
                 f"init_timeout must be a number and not negative; it is {self.init_timeout}"
             )
+        if self.token is not None:
+            check_token(self.token, "the option token")
+            if self.token_file is not None:
+                raise SetupError("give one of the options token and token_file, not both")
         # Do not check here whether the named transports exist: `Runtime` does that.
         if isinstance(self.transports, str) or not self.transports:
             raise SetupError(
@@ -119,13 +126,17 @@ class Options:
             return cls()
         if isinstance(options, cls):
             return options
-        known = {f.name for f in fields(cls)}
+        known = [f.name for f in fields(cls)]
+        values = {name: getattr(options, name) for name in known if hasattr(options, name)}
         try:
-            return cls(**{name: getattr(options, name) for name in known if hasattr(options, name)})
+            if not values:
+                raise TypeError("it has none of the options as attributes")
+            return cls(**values)
         except TypeError as error:
             raise SetupError(
-                f"options must be gradwire.Options or torch's own, not {options!r}"
-            ) from error
+                "options must be gradwire.Options or torch's own, not of type "
+                f"{type(options).__name__}: {error}"
+            ) from None
 
     @property
     def rpc_seconds(self) -> float:
@@ -133,8 +144,13 @@ class Options:
         return self.rpc_timeout  # type: ignore[return-value]  # see __post_init__
 
     def resolved_token(self) -> str | None:
-        """Return the group's token, from the options or the environment."""
-        return self.token or os.environ.get(TOKEN_VARIABLE) or None
+        """Return the group's token, from the options or the environment. Return None if neither
+        gives one."""
+        if self.token is not None:
+            return self.token
+        if self.token_file is not None:
+            return token_from_file(self.token_file, "the option token_file")
+        return token_from_environment()
 
     def resolved_host(self) -> str | None:
         """Return the address to listen on, from the options or the environment."""

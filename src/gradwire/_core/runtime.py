@@ -73,7 +73,8 @@ class Runtime:
             raise SetupError(
                 f"listening on {host!r}, which other machines can reach, needs a token: every "
                 "process that connects can run code on this worker. Give all workers the same "
-                "secret with the option token or the variable GRADWIRE_TOKEN"
+                "secret with the option token or token_file, or the variable GRADWIRE_TOKEN or "
+                "GRADWIRE_TOKEN_FILE"
             )
         if host in ("0.0.0.0", "::"):
             raise SetupError(
