@@ -41,7 +41,8 @@ class SetupError(GradwireError):
 
 
 class AuthenticationError(SetupError):
-    """The two sides of a connection do not have the same token."""
+    """The process at the other end of a connection is refused: it does not know the group's token,
+    or it belongs to another user."""
 
 
 class NotInitializedError(GradwireError):
