@@ -102,7 +102,9 @@ class SocketCloser:
             thread.join(_LAST_CLOSE_SECONDS)
 
     def abandon(self) -> None:
-        """Close the file descriptors that a forked child process has inherited."""
+        """Close the file descriptors that a forked child process has inherited. The child has not
+        inherited the thread, and may make workers of its own with this object."""
+        self._lock, self._thread, self._runs = threading.Lock(), None, False
         while self._waiting:
             with suppress(OSError):
                 os.close(self._waiting.popleft())
