@@ -553,3 +553,31 @@ def test_a_handshake_may_arrive_byte_by_byte(tcp_server: ListeningServer) -> Non
         client.send(bytes([byte]))
         run_due_callbacks(tcp_server.poller)
     drive(tcp_server.poller, lambda: tcp_server.accepted)
+
+
+@pytest.mark.parametrize("transport", [UnixTransport, TcpTransport])
+def test_a_listener_that_dribbles_cannot_delay_a_client_beyond_its_timeout(
+    transport: type[UnixTransport | TcpTransport],
+) -> None:
+    name = "gradwire-test-" + os.urandom(8).hex()
+    is_unix = transport is UnixTransport
+    sent: list[bytes] = []
+    with contextlib.closing(socket.socket(socket.AF_UNIX if is_unix else socket.AF_INET)) as sock:
+        sock.bind("\0" + name if is_unix else ("127.0.0.1", 0))
+        sock.listen()
+        place = name if is_unix else "{}|{}".format(*sock.getsockname())
+
+        def dribble() -> None:
+            client, _ = sock.accept()
+            with client:
+                # Each byte comes well before the timeout of the client.
+                while not select.select([], [], [], 0.05)[0] and len(sent) < CHALLENGE_SIZE - 1:
+                    try:
+                        client.send(b"g")
+                    except OSError:
+                        return
+                    sent.append(b"g")
+
+        with Background(dribble), pytest.raises(TimeoutError):
+            transport(TOKEN).connect(place, CLIENT, LISTENER, 0.3)
+    assert 0 < len(sent) < CHALLENGE_SIZE - 1

@@ -48,20 +48,36 @@ def shake_hands(
     token: bytes,
     me: Greeting,
     server_incarnation: str,
+    deadline: float,
     receive: Receive = socket.socket.recv,
 ) -> None:
-    """Run the client's side of the handshake, on a socket that has a timeout. The function
-    `receive` reads from the socket."""
+    """Run the client's side of the handshake. Raise TimeoutError if the server has not completed
+    its side by `deadline`, a time of `time.monotonic`. The function `receive` reads from the
+    socket."""
     handshake = ClientHandshake(token, me, server_incarnation)
+    set_deadline(sock, deadline)
+    # The messages of the client fit into the empty buffer of the socket, so no send waits.
     sock.sendall(handshake.hello())
-    sock.sendall(handshake.response(read_exactly(sock, CHALLENGE_SIZE, receive)))
-    read_exactly(sock, len(WELCOME), receive)
+    sock.sendall(handshake.response(read_exactly(sock, CHALLENGE_SIZE, deadline, receive)))
+    read_exactly(sock, len(WELCOME), deadline, receive)
 
 
-def read_exactly(sock: socket.socket, size: int, receive: Receive = socket.socket.recv) -> bytes:
-    """Read `size` bytes from the server, with the function `receive`."""
+def set_deadline(sock: socket.socket, deadline: float) -> None:
+    """Let the next operation on a socket end at the deadline."""
+    left = deadline - time.monotonic()
+    if left <= 0:
+        raise TimeoutError("timed out")
+    sock.settimeout(left)
+
+
+def read_exactly(
+    sock: socket.socket, size: int, deadline: float, receive: Receive = socket.socket.recv
+) -> bytes:
+    """Read `size` bytes from the server, with the function `receive`. Raise TimeoutError if they
+    have not arrived by the deadline."""
     data = b""
     while len(data) < size:
+        set_deadline(sock, deadline)
         piece = receive(sock, size - len(data))
         if not piece:
             raise AuthenticationError(

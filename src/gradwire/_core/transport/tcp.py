@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import ipaddress
 import socket
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -61,9 +62,10 @@ class TcpTransport:
 
     def connect(self, place: str, me: Greeting, them: Greeting, timeout: float) -> StreamConnection:
         host, port = place.split("|")
+        deadline = time.monotonic() + timeout
         sock = socket.create_connection((host, int(port)), timeout)
         try:
-            shake_hands(sock, self.token, me, them.incarnation)
+            shake_hands(sock, self.token, me, them.incarnation, deadline)
             return self.connection(sock, them)
         except BaseException:
             sock.close()

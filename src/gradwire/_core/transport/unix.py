@@ -42,6 +42,7 @@ from gradwire._core.transport.listener import (
     StreamListener,
     close_quietly,
     read_exactly,
+    set_deadline,
     shake_hands,
 )
 from gradwire._core.transport.pipes import Pipes, check_pipe_ends, make_pipes
@@ -91,6 +92,7 @@ class UnixTransport:
         return UnixListener(sock, address, self, me, poller, accepted, call_later)
 
     def connect(self, place: str, me: Greeting, them: Greeting, timeout: float) -> UnixConnection:
+        deadline = time.monotonic() + timeout
         with contextlib.ExitStack() as on_failure, contextlib.ExitStack() as always:
             sock = socket.socket(socket.AF_UNIX)
             on_failure.callback(self.closer.close, sock)
@@ -106,18 +108,18 @@ class UnixTransport:
             probe = os.memfd_create("gradwire-probe", os.MFD_CLOEXEC)
             always.callback(os.close, probe)
             os.ftruncate(probe, _PROBE_SIZE)
-            sock.settimeout(timeout)
-            _wait_for_room(sock, "\0" + place, timeout)
+            set_deadline(sock, deadline)
+            _wait_for_room(sock, "\0" + place, deadline)
             if not self.admits(user := user_of_peer(sock)):
                 raise AuthenticationError(
                     f"the process that listens there belongs to user {user}, and this process "
                     f"belongs to user {os.geteuid()}. To connect them over the transport unix, set "
                     "the option allow_other_users on both workers"
                 )
-            shake_hands(sock, self.token, me, them.incarnation, receive)
+            shake_hands(sock, self.token, me, them.incarnation, deadline, receive)
             passed = [their_channel.fileno(), probe, *their_ends]
             socket.send_fds(sock, [READY], passed)
-            read_exactly(sock, len(READY))
+            read_exactly(sock, len(READY), deadline)
             if os.pread(probe, len(_PROBE_TEXT), 0) != _PROBE_TEXT:
                 raise OSError(f"worker {them.name!r} and this process cannot share memory")
             on_failure.pop_all()
@@ -128,10 +130,9 @@ class UnixTransport:
         return self.allow_other_users or user == os.geteuid()
 
 
-def _wait_for_room(sock: socket.socket, address: str, timeout: float) -> None:
+def _wait_for_room(sock: socket.socket, address: str, deadline: float) -> None:
     """Connect a socket. If the listener has no room for more clients, wait for it: the system does
     not wait, if the socket has a timeout."""
-    deadline = time.monotonic() + timeout
     pause = 0.0005
     while True:
         try:
