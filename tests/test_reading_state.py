@@ -64,6 +64,8 @@ class FakeConnection:
         self.done: list[str] = []
         self.frames: list[Frame] = []
         self.has_token = True
+        self.is_sending = False
+        self.last_taken = 0.0
         self.channel: ClientChannel | None = None
         self.peer = SimpleNamespace(name="worker1", worker_id=1)
 
@@ -91,11 +93,17 @@ class FakeConnection:
         frames, self.frames = self.frames, []
         return frames
 
-    def send(self, frame: Frame, _blocked: object) -> None:
+    def send(self, frame: Frame, _blocked: object, _deadline: float) -> None:
         self.frames.append(Frame(pack(Kind.PYTHON_RET, peek(frame.head)[1], b"")))
 
+    def withdraw(self, _is_wanted: object) -> bool:
+        return False
+
+    def flush(self, _blocked: object, _deadline: float) -> None:
+        pass
+
     def try_send(self, _frame: Frame) -> bool:
-        return True
+        return not self.is_sending
 
     def close(self) -> None:
         pass
@@ -253,6 +261,20 @@ def test_a_connection_that_has_ended_is_never_armed(state: State) -> None:
     channel._look()
     assert channel._state is State.ENDED
     assert "arm" not in connection.done
+
+
+def test_a_heartbeat_that_is_left_out_counts_unless_the_peer_takes_data() -> None:
+    channel, connection = make_channel(State.IDLE)
+    connection.is_sending = True
+    channel.send_heartbeat()
+    first = channel.heartbeat_sent_at
+    assert first is not None
+    channel.send_heartbeat()
+    assert channel.heartbeat_sent_at == first
+    connection.last_taken = first + 1.0
+    channel.send_heartbeat()
+    assert channel.heartbeat_sent_at is None
+    assert channel.last_heard == first + 1.0
 
 
 # -- all races, in a model

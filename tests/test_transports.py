@@ -25,7 +25,7 @@ from gradwire._core.transport.stream import StreamConnection
 from gradwire._core.transport.tcp import TcpTransport
 from gradwire._core.transport.unix import UnixConnection, UnixTransport
 from gradwire._core.wire.frames import Frame
-from gradwire.errors import ConnectionClosed, SetupError
+from gradwire.errors import ConnectionClosed, SendTimeout, SetupError
 from gradwire.options import DEFAULT_TRANSPORTS, Options
 from gradwire.testing import transport_checks, transports_named
 from gradwire.testing.connection_pairs import (
@@ -88,6 +88,7 @@ def test_every_transport_passes(check: Check, name: str) -> None:
         transport_checks.check_buffers_of_every_size_arrive,
         transport_checks.check_many_threads_send_in_both_directions,
         transport_checks.check_blocked_is_called_at_most_once_for_a_frame,
+        transport_checks.check_send_ends_at_its_deadline,
     ],
     ids=lambda check: check.__name__,
 )
@@ -397,6 +398,27 @@ def _hold_a_tensor_until_killed(place: str) -> None:
         del held
     finally:
         os._exit(1)
+
+
+def test_frames_that_are_withdrawn_use_up_no_shared_memory() -> None:
+    large = Frame(b"", [torch.zeros(100_000)])
+    with open_narrow_pair() as pair:
+        before = shared_memory()
+        with pytest.raises(SendTimeout):
+            for _ in range(1000):
+                pair.client.send(Frame(b"x"), None, 0.0)
+        for _ in range(50):
+            with pytest.raises(SendTimeout) as late:
+                pair.client.send(large, None, 0.0)
+            assert late.value.withdrawn
+        assert len(shared_memory() - before) == 1
+        assert isinstance(pair.client, UnixConnection)
+        pair.client.trim()
+        pair.client.trim()
+        assert pair.client._sender.has_retired
+        with pytest.raises(SendTimeout):
+            pair.client.send(Frame(b"", [torch.zeros(1)]), None, 0.0)
+        assert pair.client._sender.has_retired, "a later frame must tell the peer"
 
 
 @contextlib.contextmanager

@@ -107,3 +107,16 @@ class RemoteTraceback(Exception):
 
 class ConnectionClosed(Exception):
     """A connection has ended. Only gradwire itself sees this error: calls raise `WorkerLost`."""
+
+
+class SendTimeout(Exception):
+    """A deadline passed before a connection had sent a frame. Only gradwire itself sees this error:
+    calls raise `CallTimeout`.
+
+    `withdrawn` tells whether the frame was withdrawn, because no part of it had been sent.
+    Otherwise the connection keeps the unsent part back.
+    """
+
+    def __init__(self, *, withdrawn: bool):
+        super().__init__("the deadline passed before the frame was sent")
+        self.withdrawn = withdrawn

@@ -22,13 +22,14 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import KW_ONLY, dataclass
+from math import inf
 from typing import Literal
 
 from gradwire._core.transport.base import CallLater, Connection, Greeting, Listener, Transport
 from gradwire._core.transport.poller import Poller
 from gradwire._core.wire.frames import Frame
 from gradwire._core.wire.messages import Kind, peek
-from gradwire.errors import ConnectionClosed, WorkerLost
+from gradwire.errors import ConnectionClosed, SendTimeout, WorkerLost
 
 Action = Literal["drop", "delay", "duplicate", "cut", "refuse"]
 
@@ -205,16 +206,26 @@ class FaultyConnection:
         self.arm = inner.arm
         self.disarm = inner.disarm
         self.trim = inner.trim
+        self.withdraw = inner.withdraw
         self._timers: set[threading.Timer] = set()
         self._timers_lock = threading.Lock()
 
-    def send(self, frame: Frame, blocked: Callable[[], object] | None = None) -> None:
+    @property
+    def last_taken(self) -> float:
+        return self._inner.last_taken
+
+    def send(
+        self, frame: Frame, blocked: Callable[[], object] | None = None, deadline: float = inf
+    ) -> None:
         fault = self._transport.choose(frame, self._me, self.peer.name)
         if fault is None:
-            self._inner.send(frame, blocked)
+            self._inner.send(frame, blocked, deadline)
         elif fault.action == "duplicate":
-            self._inner.send(frame, blocked)
-            self._inner.send(frame, blocked)
+            self._inner.send(frame, blocked, deadline)
+            try:
+                self._inner.send(frame, blocked, deadline)
+            except SendTimeout:
+                raise SendTimeout(withdrawn=False) from None  # The first copy has been sent.
         elif fault.action == "delay":
             self._send_later(frame, fault.seconds)
         elif fault.action == "cut":
@@ -241,8 +252,8 @@ class FaultyConnection:
         # a fault must be able to happen to a single frame.
         return 0
 
-    def flush(self, blocked: Callable[[], object] | None = None) -> None:
-        self._inner.flush(blocked)
+    def flush(self, blocked: Callable[[], object] | None = None, deadline: float = inf) -> None:
+        self._inner.flush(blocked, deadline)
 
     def try_send(self, frame: Frame) -> bool:
         fault = self._transport.choose(frame, self._me, self.peer.name)

@@ -19,6 +19,7 @@ import threading
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
+from time import monotonic
 
 import torch
 from torch import Tensor
@@ -26,7 +27,7 @@ from torch import Tensor
 from gradwire._core.transport.base import Connection
 from gradwire._core.wire.frames import Frame
 from gradwire._core.wire.tensors import DTYPES
-from gradwire.errors import ConnectionClosed
+from gradwire.errors import ConnectionClosed, SendTimeout
 from gradwire.testing.connection_pairs import (
     TIMEOUT,
     Background,
@@ -355,6 +356,89 @@ def check_blocked_is_called_at_most_once_for_a_frame(open_pair: OpenPair) -> Non
         assert len(calls) <= 1, f"blocked was called {len(calls)} times for one frame"
 
 
+# -- deadlines
+
+
+#: So many frames of 30,000 bytes fill the buffers of every connection. A transport that queues any
+#: number of frames takes them all, and passes.
+_MANY = 2_000
+
+
+def _send_until_withdrawn(connection: Connection, frame: Frame) -> int:
+    """Send a frame again and again, with a deadline, while no thread reads at the other end. Return
+    how many of the frames must arrive."""
+    for sent in range(_MANY):
+        try:
+            connection.send(frame, None, monotonic() + 0.05)
+        except SendTimeout as timeout:
+            if timeout.withdrawn:
+                return sent
+    return _MANY
+
+
+def check_send_ends_at_its_deadline(open_pair: OpenPair) -> None:
+    """A frame that has been sent in part must arrive whole, also if the sender changes its tensors
+    afterwards. A frame of which no part was sent must not arrive."""
+    small, large = torch.ones(1250), torch.ones(7_500)
+    for frame in (Frame(bytes(30_000)), Frame(b"", [small] * 6), Frame(b"", [small, large])):
+        with open_pair() as pair:
+            expected = [Frame(frame.head, [b.clone() for b in frame.buffers])]
+            expected *= _send_until_withdrawn(pair.client, frame)
+            for buffer in frame.buffers:
+                buffer.zero_()
+            last = Frame(b"last")
+            with Background(partial(_flush_and_send, pair.client, last)):
+                _assert_same(take(pair.listener, len(expected) + 1), [*expected, last])
+            for buffer in frame.buffers:
+                buffer.fill_(1.0)
+
+
+def _flush_and_send(connection: Connection, frame: Frame) -> None:
+    connection.flush()
+    connection.send(frame)
+
+
+def check_waiting_for_a_turn_to_send_ends_at_the_deadline(open_pair: OpenPair) -> None:
+    sent: list[Frame] = []
+    is_blocked = threading.Event()
+
+    def send() -> None:
+        frame = Frame(bytes(30_000))
+        while len(sent) < _MANY and not is_blocked.is_set():
+            sent.append(frame)
+            pair.client.send(frame, is_blocked.set)
+        is_blocked.set()
+
+    with open_pair() as pair:
+        with Background(send):
+            assert is_blocked.wait(TIMEOUT)
+            late = Frame(b"late")
+            sent += [late] * _send_until_withdrawn(pair.client, late)
+            held = Frame(b"held")
+            if pair.client.hold(held):
+                try:
+                    pair.client.flush(None, monotonic() + 0.05)
+                    sent.append(held)
+                except SendTimeout:
+                    assert pair.client.withdraw(lambda frame: frame is held)
+            arrived = take(pair.listener, len(sent))
+        _assert_same(arrived, sent)
+
+
+def check_frames_that_are_kept_back_can_be_withdrawn(open_pair: OpenPair) -> None:
+    with open_pair() as pair:
+        frames = [Frame(str(number).encode()) for number in range(4)]
+        held = [frame for frame in frames if pair.client.hold(frame)]
+        for frame in held[1:3]:
+            assert pair.client.withdraw(lambda wanted, frame=frame: wanted is frame)  # type: ignore[misc]
+            assert not pair.client.withdraw(lambda wanted, frame=frame: wanted is frame)  # type: ignore[misc]
+        last = Frame(b"last")
+        pair.client.send(last)
+        expected = [*held[:1], *held[3:], last]
+        _assert_same(take(pair.listener, len(expected)), expected)
+        assert not pair.client.withdraw(lambda _: True), "a frame that was sent was withdrawn"
+
+
 # -- reading
 
 
@@ -605,6 +689,9 @@ CHECKS: list[Check] = [
     check_many_threads_send_in_both_directions,
     check_one_thread_reads_at_a_time,
     check_blocked_is_called_at_most_once_for_a_frame,
+    check_send_ends_at_its_deadline,
+    check_waiting_for_a_turn_to_send_ends_at_the_deadline,
+    check_frames_that_are_kept_back_can_be_withdrawn,
     check_receive_never_blocks,
     check_wait_ends_at_its_timeout,
     check_wait_wakes_on_data,

@@ -28,12 +28,19 @@ from gradwire._core.rpc.executor import Executor
 from gradwire._core.rpc.futures import Future
 from gradwire._core.rpc.open_call import OpenCall
 from gradwire._core.rpc.reading_state import TABLE, Action, Event, State
-from gradwire._core.transport.base import Connection
+from gradwire._core.transport.base import AT_ONCE, Connection
 from gradwire._core.transport.poller import Poller
 from gradwire._core.wire.encoding import Attachment, Encoded
 from gradwire._core.wire.frames import Frame
 from gradwire._core.wire.messages import UNCOUNTED, Kind, Tags, pack, peek
-from gradwire.errors import CallError, CallTimeout, ConnectionClosed, ShutDownError, WorkerLost
+from gradwire.errors import (
+    CallError,
+    CallTimeout,
+    ConnectionClosed,
+    SendTimeout,
+    ShutDownError,
+    WorkerLost,
+)
 
 #: When more calls than this are open, messages are gathered: several calls are sent with one system
 #: call, and the leader (the thread that reads the answers) waits a moment, so that it can read
@@ -41,6 +48,9 @@ from gradwire.errors import CallError, CallTimeout, ConnectionClosed, ShutDownEr
 #: that make the calls.
 _MANY_CALLS = 16
 _GATHER_SECONDS = 100e-6
+#: When the deadline of a call passes while a thread is still sending it, the timer thread looks at
+#: the call again after this time.
+_SENDING_SECONDS = 0.01
 _INTERRUPTED_READING = "a thread that was reading it was interrupted"
 _INTERRUPTED_SENDING = "a thread that was sending on it was interrupted"
 _UNCOUNTED_KINDS = frozenset({Kind.BARRIER, Kind.FAREWELL})
@@ -96,8 +106,8 @@ class ClientChannel:
         self._wake_at = port.wake_at
         self._call_ids = itertools.count(1)
         self._uncounted_ids = itertools.count(UNCOUNTED + 1)
-        #: How many call ids the method `traffic` has used up: it takes one to find out how far the
-        #: counter is. No call has these ids.
+        #: How many call ids the peer never sees: those of withdrawn calls, and those that the
+        #: method `traffic` has taken to find out how far the counter is.
         self._skipped_ids = 0
         self._open: dict[int, OpenCall] = {}
         #: Call id -> attachments (objects in the call's message that must learn what happens to
@@ -108,9 +118,12 @@ class ClientChannel:
         self._answered: deque[OpenCall] = deque()
         #: Completed futures whose callbacks must still be run.
         self._to_call_back: deque[Future[Any]] = deque()
-        #: Whether calls are held back (see `_hold`), and the executor's leader was asked to send
-        #: them.
+        #: Whether something is held back (see `_hold`), and the executor's leader was asked to send
+        #: it.
         self._flush_due = False
+        #: Whether a thread of the executor sends what is held back. The peer may keep that thread
+        #: waiting, so no second one joins it.
+        self._flushing = False
         #: `_state` and `_caller_reads` decide which thread reads; `reading_state` has the rules.
         self._state = State.IDLE
         self._caller_reads = False
@@ -118,7 +131,7 @@ class ClientChannel:
         #: held, and send messages.)
         self._moving = threading.RLock()
         #: Held while a thread fails a call, because several threads may try to fail the same call
-        #: at its deadline.
+        #: at its deadline. It also guards `_skipped_ids`.
         self._failing = threading.Lock()
         #: Why the connection ended; None while it lasts.
         self.end_reason: str | None = None
@@ -164,8 +177,12 @@ class ClientChannel:
 
     # -- calling
 
-    def send(self, call: OpenCall, encoded: Encoded, tags: Tags | None = None) -> None:
-        """Send a call. If this raises WorkerLost, the called function has not run on the peer."""
+    def send(
+        self, call: OpenCall, encoded: Encoded, tags: Tags | None = None, wait: bool = True
+    ) -> None:
+        """Send a call. If this raises WorkerLost or CallTimeout, the called function has not run on
+        the peer, and will not. If `wait` is False, do not wait while the peer takes no data: leave
+        the call to the executor."""
         call_id = call.id = next(
             self._uncounted_ids if call.kind in _UNCOUNTED_KINDS else self._call_ids
         )
@@ -175,11 +192,26 @@ class ClientChannel:
             # The peer owed no answer until now, so its silence until now does not count.
             self.last_heard = time.monotonic()
         encoded.head = pack(call.kind, call_id, encoded.payload, tags, bool(attachments))
+        deadline = call.deadline if wait else AT_ONCE
         try:
             self._open[call_id] = call
             self._wake_at(call.deadline)
-            if call.future is None or len(self._open) <= _MANY_CALLS or not self._hold(encoded):
-                self.connection.send(encoded, self._begin_blocked_send)
+            if (
+                call.future is None
+                or len(self._open) <= _MANY_CALLS
+                or not self._hold(call, encoded, deadline)
+            ):
+                self.connection.send(encoded, self._begin_blocked_send, deadline)
+        except SendTimeout as timeout:
+            withdrawn = timeout.withdrawn and (wait or not self.connection.hold(encoded))
+            self._flush_later()
+            if withdrawn:
+                unfinished = self._open.pop(call_id, None) is not None
+                self._skip(call)
+                if not unfinished:  # Another thread has failed the call already.
+                    encoded.notify_attachments(None)
+                    return
+                raise self._timeout(call, True) from None
         except ConnectionClosed as closed:
             unfinished = self._open.pop(call_id, None) is not None
             self.end(str(closed))
@@ -203,6 +235,7 @@ class ClientChannel:
                 self._executor.end_blocked_send()
         if attachments:
             encoded.notify_attachments(self.peer)
+        call.sent = True
         if self.end_reason is not None:
             # Another thread has called `end`, perhaps before this call was added to `_open`. That
             # thread may have missed this call, so `_fail_all` fails the call here. But first, this
@@ -214,24 +247,55 @@ class ClientChannel:
             # This does what `_expect_answer` does, and saves a function call.
             self._move(_ANSWER_EXPECTED)
 
-    def _hold(self, frame: Frame) -> bool:
+    def _hold(self, call: OpenCall, frame: Frame, deadline: float) -> bool:
         """Hold a call back, to send it together with the next calls. Return False if the connection
-        cannot hold the call back; then it must be sent now."""
+        cannot hold the call back; then it must be sent now. Raise SendTimeout, as
+        `Connection.send` does, if it must be sent now and is not sent by the deadline."""
         held = self.connection.hold(frame)
         if held >= _MANY_CALLS:
-            self.connection.flush(self._begin_blocked_send)
+            try:
+                self.connection.flush(self._begin_blocked_send, deadline)
+            except SendTimeout:
+                raise SendTimeout(withdrawn=self._withdraw(call)) from None
         elif held and not self._flush_due:
-            self._flush_due = True
-            self._executor.post(self.flush)
+            self._flush_later()
         return held > 0
 
-    def flush(self) -> None:
-        """Send the calls that are held back."""
+    def _withdraw(self, call: OpenCall) -> bool:
+        """Take back a call that is held back. Return False if a part of it may have been sent."""
+        return self.connection.withdraw(lambda frame: peek(frame.head)[1] == call.id)
+
+    def _skip(self, call: OpenCall) -> None:
+        """Do not count a call that was withdrawn as sent."""
+        if call.id < UNCOUNTED:
+            with self._failing:
+                self._skipped_ids += 1
+
+    def _flush_later(self) -> None:
+        """Have the executor send what is held back."""
+        if not self._flush_due:
+            self._flush_due = True
+            self._executor.post(self._flush_in_turn)
+
+    def _flush_in_turn(self) -> None:
+        # If another thread is flushing, it looks at `_flush_due` again afterwards.
+        while self._flush_due and not self._flushing:
+            self._flushing = True
+            try:
+                self.flush()
+            finally:
+                self._flushing = False
+
+    def flush(self, deadline: float = FOREVER) -> None:
+        """Send the calls that are held back. If that is not done by the deadline, leave the rest to
+        the executor."""
         # The flag is reset before the calls are sent, so that a call that is held back from now on
         # asks for a new flush.
         self._flush_due = False
         try:
-            self.connection.flush(self._begin_blocked_send)
+            self.connection.flush(self._begin_blocked_send, deadline)
+        except SendTimeout:
+            self._flush_later()
         except ConnectionClosed as closed:
             self.end(str(closed))
         except BaseException:
@@ -248,12 +312,16 @@ class ClientChannel:
             # The time is stored before the heartbeat is sent, because the answer sets it back to
             # None.
             self.heartbeat_sent_at = time.monotonic()
+        sent_at = self.heartbeat_sent_at
         self._expect_answer()
         try:
             if not self.connection.try_send(Frame(pack(Kind.HEARTBEAT, UNCOUNTED, b""))):
-                # Another thread is sending, so the heartbeat is left out. If the peer does not read
-                # what that thread sends, the connection ends anyway.
-                self.heartbeat_sent_at, self.last_heard = None, time.monotonic()
+                # Other messages go first, so the heartbeat is left out. If the peer takes these
+                # messages, it is alive.
+                taken = self.connection.last_taken
+                if sent_at is not None and taken > sent_at:
+                    self.heartbeat_sent_at, self.last_heard = None, taken
+                self._flush_later()
         except ConnectionClosed as closed:
             self.end(str(closed))
 
@@ -270,8 +338,9 @@ class ClientChannel:
 
     def traffic(self) -> tuple[int, int]:
         """Return (calls sent, calls received). The calling side of a connection receives none."""
-        self._skipped_ids += 1
-        return next(self._call_ids) - self._skipped_ids, 0
+        with self._failing:
+            self._skipped_ids += 1
+            return next(self._call_ids) - self._skipped_ids, 0
 
     # -- waiting
 
@@ -282,7 +351,7 @@ class ClientChannel:
         blocking = self._executor.begin_blocking()
         try:
             if self._flush_due:
-                self.flush()
+                self.flush(call.deadline)
             while not call.finished:
                 if call.id in self._open and self.connection.begin_reading():
                     self._read_answer_of(call)
@@ -484,35 +553,49 @@ class ClientChannel:
 
     def expire(self, now: float) -> float:
         """Fail the calls whose deadline is not later than `now`. Return the next deadline."""
-        calls = list(self._open.values())
-        for call in calls:
-            if call.deadline <= now:
+        due = FOREVER
+        for call in list(self._open.values()):
+            if call.deadline > now:
+                due = min(due, call.deadline)
+            elif call.sent:
                 self._expire(call)
-        return min((call.deadline for call in calls if call.deadline > now), default=FOREVER)
+            else:
+                due = min(due, now + _SENDING_SECONDS)
+        return due
 
     def _expire(self, call: OpenCall) -> None:
-        expired = self._fail(
-            call,
-            lambda: CallTimeout(
-                f"{call.name} on worker {self.peer.name!r}: {timeout_text(call.timeout)}. It may "
-                "still be running there; give it a longer timeout, or find out what that worker is "
-                "busy with",
-                worker=self.peer.name,
-                call=call.name,
-            ),
-            late=True,
-        )
-        if expired:
+        if self._fail(call, self._timeout, late=True):
             self._expect_answer()
+
+    def _timeout(self, call: OpenCall, withdrawn: bool) -> CallError:
+        if withdrawn:
+            outcome = (
+                "The call was not sent, because that worker did not take earlier messages in time, "
+                "so it has not run there. Find out whether that worker is frozen, or give the call "
+                "a longer timeout"
+            )
+        else:
+            outcome = (
+                "It may still be running there; give it a longer timeout, or find out what that "
+                "worker is busy with"
+            )
+        return CallTimeout(
+            f"{call.name} on worker {self.peer.name!r}: {timeout_text(call.timeout)}. {outcome}",
+            worker=self.peer.name,
+            call=call.name,
+            may_have_run=not withdrawn,
+        )
 
     def give_up(self, call: OpenCall) -> None:
         """Fail a call whose answer is no longer needed, unless it is finished."""
         given_up = self._fail(
             call,
-            lambda: CallError(
-                f"{call.name} on worker {self.peer.name!r} was given up; it may still be running",
+            lambda call, withdrawn: CallError(
+                f"{call.name} on worker {self.peer.name!r} was given up; "
+                + ("it has not run there" if withdrawn else "it may still be running"),
                 worker=self.peer.name,
                 call=call.name,
+                may_have_run=not withdrawn,
             ),
             late=True,
         )
@@ -550,7 +633,10 @@ class ClientChannel:
 
     def trim(self) -> None:
         """Free the memory that the connection has not used since the last call of this method."""
-        self.connection.trim()
+        try:
+            self.connection.trim()
+        except SendTimeout:
+            self._flush_later()
 
     def abandon(self) -> None:
         """Close this process's copies of the file descriptors, in a forked child. The connection of
@@ -570,7 +656,7 @@ class ClientChannel:
 
     def _fail_all(self, reason: str) -> None:
         for call in list(self._open.values()):
-            self._fail(call, lambda call=call: self._loss(call, reason))  # type: ignore[misc]
+            self._fail(call, lambda call, _: self._loss(call, reason))
         while self._late:
             try:
                 _, attachments = self._late.popitem()
@@ -594,11 +680,17 @@ class ClientChannel:
         )
 
     def _fail(
-        self, call: OpenCall, make_error: Callable[[], CallError], *, late: bool = False
+        self,
+        call: OpenCall,
+        make_error: Callable[[OpenCall, bool], CallError],
+        *,
+        late: bool = False,
     ) -> bool:
         """Finish a call with an error and return True. If another thread has removed the call from
         `_open`, that thread finishes it: then do nothing and return False. `late` says that the
-        answer may still come."""
+        connection lasts. Then the call is withdrawn if it is still held back; otherwise its answer
+        may still come. The arguments of `make_error` are the call, and whether it was
+        withdrawn."""
         with self._failing:
             if call.id not in self._open:
                 return False
@@ -609,9 +701,14 @@ class ClientChannel:
             if self._open.pop(call.id, None) is None:
                 self._late.pop(call.id, None)
                 return False
-        if not late:
+        withdrawn = late and self._withdraw(call)
+        if withdrawn:
+            self._skip(call)
+            for attachment in self._late.pop(call.id, ()):
+                attachment.sent(None)
+        elif not late:
             self._tell_lost(call.attachments)
-        call.error = make_error()
+        call.error = make_error(call, withdrawn)
         if call.future is None:
             call.finish()
         else:

@@ -43,6 +43,7 @@ class OpenCall:
         "kind",
         "latch",
         "reply",
+        "sent",
         "subject",
         "timeout",
         "to",
@@ -58,6 +59,10 @@ class OpenCall:
         self.timeout = timeout
         self.deadline = time.monotonic() + timeout if timeout else FOREVER
         self.id = 0
+        #: Whether the thread that sends this call is done with it: the call was sent, or is held
+        #: back. Until then, that thread fails the call at its deadline, because only that thread
+        #: knows whether a part of the call has been sent.
+        self.sent = False
         #: The objects in the message that must learn whether it was sent, answered or lost.
         self.attachments: Sequence[Attachment] = ()
         #: The future of the result. It is None for a synchronous call, because the thread that made

@@ -66,7 +66,9 @@ class Sender:
         self._timers = timers
         self._resolve_timeout = resolve_timeout
         self.retries = RetryQueue(
-            lambda to, kind, value: self.request(to, kind, value, retry_timeout), timers
+            # Nobody waits for these messages, so they must not keep the calling thread waiting.
+            lambda to, kind, value: self.request(to, kind, value, retry_timeout, wait=False),
+            timers,
         )
 
     # -- user calls
@@ -113,11 +115,21 @@ class Sender:
     # -- messages of the layers above
 
     def request(
-        self, to: To, kind: Kind, value: Any, timeout: float = UNSET_TIMEOUT
+        self,
+        to: To,
+        kind: Kind,
+        value: Any,
+        timeout: float = UNSET_TIMEOUT,
+        *,
+        wait: bool = True,
     ) -> Future[Any]:
-        """Send a message. The returned future gets the answer or the error."""
+        """Send a message. The returned future gets the answer or the error. If `wait` is False, do
+        not wait while the receiver takes no data; see `ClientChannel.send`."""
+        future: Future[Any] = Future()
+        peer, seconds = self._peers.find(to), self._resolve_timeout(timeout)
         encoded = self._codec.encode(value)
-        return self.request_encoded(to, kind, kind.name, encoded, self._resolve_timeout(timeout))
+        self._send(peer, kind, kind.name, encoded, seconds, None, (), future, wait)
+        return future
 
     def request_encoded(
         self,
@@ -170,6 +182,7 @@ class Sender:
         tags: Tags | None,
         interceptors: Sequence[Interceptor],
         future: Future[Any] | None,
+        wait: bool = True,
     ) -> OpenCall:
         """Send a call. Connect to the peer first if there is no connection. If the call cannot be
         sent, the future gets the CallError; without a future, the CallError is raised."""
@@ -182,7 +195,7 @@ class Sender:
             for interceptor in interceptors:
                 assert tags is not None
                 interceptor.leaving(peer.info, subject, encoded.differentiable, tags)
-            channel.send(call, encoded, tags)
+            channel.send(call, encoded, tags, wait)
         except BaseException as error:
             encoded.notify_attachments(None)
             if future is None or not isinstance(error, CallError):

@@ -20,7 +20,7 @@ from gradwire._core.wire.codec import Codec
 from gradwire._core.wire.encoding import Encoded
 from gradwire._core.wire.frames import Frame
 from gradwire._core.wire.messages import UNCOUNTED, Kind, Tags, kind_name, pack, unpack
-from gradwire.errors import ConnectionClosed
+from gradwire.errors import ConnectionClosed, SendTimeout
 
 logger = logging.getLogger("gradwire")
 
@@ -348,7 +348,11 @@ class ServerChannel:
 
     def trim(self) -> None:
         """Free the memory that the connection has not used since the last call of this method."""
-        self.connection.trim()
+        try:
+            self.connection.trim()
+        except SendTimeout:
+            self._flush_due = True
+            self._executor.post(self.flush)
 
     def abandon(self) -> None:
         """Close this process's copies of the file descriptors, in a forked child. The connection of

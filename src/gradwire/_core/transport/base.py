@@ -15,6 +15,7 @@ which `begin_reading` returned True, until it calls `end_reading`. Any thread ma
 from __future__ import annotations
 
 from collections.abc import Callable
+from math import inf
 from typing import NamedTuple, Protocol
 
 from gradwire._core.transport.poller import Poller
@@ -22,6 +23,8 @@ from gradwire._core.wire.frames import Frame
 
 #: Has a function called after so many seconds.
 CallLater = Callable[[float, Callable[[], None]], None]
+#: A deadline that has passed: send what can be sent without waiting.
+AT_ONCE = -inf
 
 
 class Address(NamedTuple):
@@ -48,22 +51,40 @@ class Connection(Protocol):
 
     peer: Greeting
 
-    def send(self, frame: Frame, blocked: Callable[[], object] | None = None) -> None:
-        """Send a whole frame, after all frames sent earlier. When this method returns, the caller
-        may change the frame's tensors. If the peer is slow to take the frame, call `blocked`
-        once."""
+    @property
+    def last_taken(self) -> float:
+        """When the peer last took data from a thread that had to wait for that, as
+        `time.monotonic` returns it. 0 if no thread has waited yet."""
+
+    def send(
+        self, frame: Frame, blocked: Callable[[], object] | None = None, deadline: float = inf
+    ) -> None:
+        """Send a whole frame, after all frames sent earlier. When this method returns or raises an
+        error, the caller may change the frame's tensors. If the peer is slow to take the frame,
+        call `blocked` once.
+
+        Do not wait longer than until `deadline`, a time of `time.monotonic`. If the frame is not
+        sent by then, raise SendTimeout. If no part of the frame has been sent, it is withdrawn: the
+        peer never gets it. A frame that has been sent in part cannot be withdrawn. The rest of it
+        is kept back, as by `hold`, and the caller must see to it that `flush` is called."""
 
     def hold(self, frame: Frame) -> int:
         """Keep a small frame back until a later frame is sent or `flush` is called. Return how many
         frames are kept back now, or 0 if this frame must be sent with `send` instead."""
 
-    def flush(self, blocked: Callable[[], object] | None = None) -> None:
-        """Send the frames that `hold` kept back."""
+    def flush(self, blocked: Callable[[], object] | None = None, deadline: float = inf) -> None:
+        """Send what is kept back. Raise SendTimeout if that is not done by the deadline; what is
+        left stays kept back."""
+
+    def withdraw(self, is_wanted: Callable[[Frame], bool]) -> bool:
+        """Remove the frame for which `is_wanted` returns True from the frames that are kept back.
+        Return False if there is no such frame, or a part of it has been sent."""
 
     def try_send(self, frame: Frame) -> bool:
-        """Send a small frame, or drop it if sending would block. Return False if the frame was
-        dropped because another thread is sending. Return True if it was sent, and also if it was
-        dropped because the peer takes no data."""
+        """Send a small frame, or drop it if sending would block. Return False if the frame was not
+        sent because other frames must be sent first: another thread is sending, or frames are kept
+        back. Return True if it was sent, and also if it was dropped because the peer takes no
+        data."""
 
     def begin_reading(self) -> bool:
         """Make this thread the reader. Return False if another thread is reading."""
@@ -95,7 +116,8 @@ class Connection(Protocol):
         """Have the poller call back only when the peer closes the connection."""
 
     def trim(self) -> None:
-        """Free the memory that was not used since the last call of `trim`."""
+        """Free the memory that was not used since the last call of `trim`. Do not wait for the
+        peer. Raise SendTimeout if something is kept back now, so that `flush` must be called."""
 
     def close(self) -> None:
         """End the connection at both ends. Any thread may call this, and more than once."""
@@ -135,7 +157,7 @@ class Transport(Protocol):
         disconnect clients that take too long."""
 
     def connect(self, place: str, me: Greeting, them: Greeting, timeout: float) -> Connection:
-        """Open a connection to the worker `them`. Raise ConnectionRefusedError only if that worker
-        certainly does not listen at `place`: nothing does, or another worker of the group does, as
-        it has proven. Raise AuthenticationError if anything else answers, and another OSError for
-        any other failure."""
+        """Open a connection to the worker `them`, within `timeout` seconds in all. Raise
+        ConnectionRefusedError only if that worker certainly does not listen at `place`: nothing
+        does, or another worker of the group does, as it has proven. Raise AuthenticationError if
+        anything else answers, and another OSError for any other failure."""

@@ -10,6 +10,7 @@ import itertools
 import threading
 from collections import deque
 from collections.abc import Callable
+from math import inf
 
 from torch import Tensor
 
@@ -109,6 +110,8 @@ class InProcessConnection:
     """One end of a connection. The attribute `other` is the peer's end."""
 
     other: InProcessConnection
+    #: No thread ever waits for the peer.
+    last_taken = 0.0
 
     def __init__(self, peer: Greeting):
         self.peer = peer
@@ -123,7 +126,12 @@ class InProcessConnection:
         self._poller: Poller | None = None
         self._callback: Callable[[], None] | None = None
 
-    def send(self, frame: Frame, blocked: Callable[[], object] | None = None) -> None:  # noqa: ARG002
+    def send(
+        self,
+        frame: Frame,
+        blocked: Callable[[], object] | None = None,  # noqa: ARG002
+        deadline: float = inf,  # noqa: ARG002
+    ) -> None:
         if self._closed or self._closed_by_peer:
             raise ConnectionClosed("the connection is closed")
         self.other.deliver(Frame(frame.whole_head(), [_copy(buffer) for buffer in frame.buffers]))
@@ -132,8 +140,11 @@ class InProcessConnection:
         # Keep no frame back. It would save nothing, because `send` only appends a frame to a queue.
         return 0
 
-    def flush(self, blocked: Callable[[], object] | None = None) -> None:
+    def flush(self, blocked: Callable[[], object] | None = None, deadline: float = inf) -> None:
         pass
+
+    def withdraw(self, is_wanted: Callable[[Frame], bool]) -> bool:  # noqa: ARG002
+        return False
 
     def try_send(self, frame: Frame) -> bool:
         self.send(frame)

@@ -206,6 +206,20 @@ class SegmentSender:
             self._by_capacity[capacity].append(segment)
             return segment
 
+    def free(self, number: int) -> None:
+        """Free the segment with this number, because the frame that named it will not be sent."""
+        with self._lock:
+            for segments in self._by_capacity.values():
+                for segment in segments:
+                    if segment.number == number:
+                        segment.memory[0] = _FREE
+
+    def retire(self, number: int) -> None:
+        """Undo `take_retired` for the segment with this number, because the receiver was not
+        told."""
+        with self._lock:
+            self._retired.append(number)
+
     def trim(self) -> None:
         """Retire the segments that were not used since the last call of `trim`: this side does not
         use them again, and the receiver must unmap them."""

@@ -11,12 +11,13 @@ import socket
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
-from time import perf_counter
+from math import inf
+from time import monotonic, perf_counter
 from typing import Any, Protocol
 
 from torch import Tensor
 
-from gradwire._core.transport.base import Greeting
+from gradwire._core.transport.base import AT_ONCE, Greeting
 from gradwire._core.transport.framing import (
     HEAD_AS_BUFFER,
     HEAD_INLINE,
@@ -31,7 +32,7 @@ from gradwire._core.transport.read_token import ReadToken
 from gradwire._core.transport.spin import SpinThenSleep
 from gradwire._core.wire.frames import Bytes, Frame
 from gradwire._core.wire.tensors import memory_of
-from gradwire.errors import ConnectionClosed
+from gradwire.errors import ConnectionClosed, SendTimeout
 
 #: If the head of a frame is of this size or larger, it is sent in the same way as the buffers.
 _LARGE_HEAD = 1 << 16
@@ -90,6 +91,14 @@ def wait_for(stream: Stream, *, writable: bool, timeout: float | None) -> bool:
     return any(select.select(reads, writes, [], timeout))
 
 
+def _as_bytes(held: Frame | bytes) -> bytes:
+    """Return the bytes of something that a connection keeps back: a small frame, or the rest of a
+    frame."""
+    if isinstance(held, bytes):
+        return held
+    return _pack_prefix(len(held.head), 0, 0) + held.head
+
+
 class StreamConnection:
     """A connection that sends frames through a stream and receives frames from it.
 
@@ -106,7 +115,11 @@ class StreamConnection:
         self.begin_reading = self._read_token.begin
         #: The lock held by the thread that writes to the stream.
         self._write_lock = threading.Lock()
-        self._held: deque[bytes] = deque()
+        #: What is kept back, in the order in which it must be sent: frames, and in front of them
+        #: perhaps the rest of a frame that was sent in part, as bytes. Any thread appends and
+        #: withdraws frames. All else is done under the write lock.
+        self._held: deque[Frame | bytes] = deque()
+        self.last_taken = 0.0
         #: The lock held while the file descriptor is closed. It is reentrant, because while a
         #: thread holds it, the garbage collector may run a destructor that uses this connection.
         self._release_lock = threading.RLock()
@@ -135,39 +148,69 @@ class StreamConnection:
 
     # -- sending
 
-    def send(self, frame: Frame, blocked: Callable[[], object] | None = None) -> None:
+    def send(
+        self, frame: Frame, blocked: Callable[[], object] | None = None, deadline: float = inf
+    ) -> None:
         size = len(frame.head)
         if size < _LARGE_HEAD and not frame.buffers and not frame.rest:
-            self._transmit([_pack_prefix(size, 0, 0) + frame.head], blocked)
-        else:
-            self._transmit(self._parts(frame), blocked)
+            self._transmit([_pack_prefix(size, 0, 0) + frame.head], blocked, deadline)
+            return
+        entries: list[Entry] = []
+        parts = self._parts(frame, entries)
+        try:
+            self._transmit(parts, blocked, deadline)
+        except SendTimeout as timeout:
+            if timeout.withdrawn:
+                self._take_back(entries)
+            raise
 
-    def _transmit(self, parts: list[Bytes], blocked: Callable[[], object] | None = None) -> None:
+    def _transmit(
+        self, parts: list[Bytes], blocked: Callable[[], object] | None, deadline: float
+    ) -> None:
         if not self._write_lock.acquire(False):
             if blocked is not None:
                 blocked()
                 blocked = None
-            while not self._write_lock.acquire(timeout=_CLOSED_CHECK_SECONDS):
-                # Do not wait for ever. A writing thread that was interrupted may have closed the
-                # connection without releasing the write lock.
-                if self._closed:
-                    raise ConnectionClosed("the connection is closed")
+            self._wait_for_turn(deadline)
         try:
-            self._write(parts, blocked)
+            self._write(parts, blocked, deadline)
         finally:
             self._end_writing()
+
+    def _wait_for_turn(self, deadline: float) -> None:
+        """Wait for the write lock, and acquire it."""
+        while True:
+            left = max(0.0, deadline - monotonic())
+            if self._write_lock.acquire(timeout=min(left, _CLOSED_CHECK_SECONDS)):
+                return
+            # Do not wait for ever. A writing thread that was interrupted may have closed the
+            # connection without releasing the write lock.
+            if self._closed:
+                raise ConnectionClosed("the connection is closed")
+            if left <= _CLOSED_CHECK_SECONDS:
+                raise SendTimeout(withdrawn=True)
 
     def hold(self, frame: Frame) -> int:
         if frame.buffers or frame.rest or len(frame.head) >= _LARGE_HEAD or self._closed:
             return 0
-        self._held.append(PREFIX.pack(len(frame.head), 0, 0) + frame.head)
+        self._held.append(frame)
         # The result is the number of frames kept back. If another thread has already sent all of
         # them, this number is 0. Return 1 then: 0 would tell the caller to send the frame again.
         return len(self._held) or 1
 
-    def flush(self, blocked: Callable[[], object] | None = None) -> None:
+    def flush(self, blocked: Callable[[], object] | None = None, deadline: float = inf) -> None:
         if self._held:
-            self._transmit([], blocked)
+            self._transmit([], blocked, deadline)
+
+    def withdraw(self, is_wanted: Callable[[Frame], bool]) -> bool:
+        for frame in list(self._held):
+            if isinstance(frame, Frame) and is_wanted(frame):
+                try:
+                    self._held.remove(frame)
+                except ValueError:
+                    return False  # Another thread has just taken the frame to send it.
+                return True
+        return False
 
     def try_send(self, frame: Frame) -> bool:
         if not self._write_lock.acquire(False):
@@ -176,8 +219,10 @@ class StreamConnection:
             if self._closed:
                 raise ConnectionClosed("the connection is closed")
             if self._wait_writable(0):
-                self._write([PREFIX.pack(len(frame.head), 0, 0) + frame.head], None)
+                self._write([_pack_prefix(len(frame.head), 0, 0) + frame.head], None, AT_ONCE)
             return True
+        except SendTimeout:
+            return False
         finally:
             self._end_writing()
 
@@ -186,10 +231,9 @@ class StreamConnection:
         if self._closed:
             self._release_if_unused()
 
-    def _parts(self, frame: Frame) -> list[Bytes]:
+    def _parts(self, frame: Frame, entries: list[Entry]) -> list[Bytes]:
         """Return the parts of a frame that go into the stream. If the connection has shared memory,
-        copy large buffers there instead."""
-        entries: list[Entry] = []
+        copy large buffers there instead. Append the entries of the frame's table to `entries`."""
         inline: list[Bytes] = []
         for buffer in frame.buffers:
             size = buffer.numel() * buffer.element_size()
@@ -225,13 +269,26 @@ class StreamConnection:
         next frame tells the peer to unmap these segments."""
         return []
 
-    def _write(self, parts: list[Bytes], blocked: Callable[[], object] | None) -> None:
-        """Send the frames that `hold` kept back, then the pieces of a new frame in `parts`. The
-        caller holds the write lock."""
+    def _take_back(self, entries: Sequence[Entry]) -> None:
+        """Undo what `_parts` has done with shared memory for a frame that was withdrawn. `entries`
+        is the frame's table."""
+
+    def _write(
+        self, parts: list[Bytes], blocked: Callable[[], object] | None, deadline: float
+    ) -> None:
+        """Send what is kept back, then the pieces of a new frame in `parts`. The caller holds the
+        write lock. Raise SendTimeout at the deadline, as `Connection.send` describes."""
+        # How many bytes of what was kept back are left at the front of `parts`. Below 0, a part of
+        # the new frame has been sent.
+        held_bytes = 0
         try:
-            if self._held:
-                parts.insert(0, self._take_held())
-            while parts:
+            while True:
+                if self._held and not held_bytes:
+                    held = self._take_held()
+                    parts.insert(0, b"".join(map(_as_bytes, held)))
+                    held_bytes = len(parts[0])
+                if not parts:
+                    return
                 if self._closed:
                     raise ConnectionClosed("the connection is closed")
                 first = parts[0]
@@ -241,20 +298,30 @@ class StreamConnection:
                     else:
                         sent = self._stream.sendmsg(parts[:_MAX_PARTS])
                 except BlockingIOError:
+                    if held_bytes > 0:
+                        # While this thread waits, other threads may withdraw these frames.
+                        del parts[0]
+                        self._put_back(held, held_bytes)
+                        held_bytes = 0
                     if blocked is not None and not self._wait_writable(_SLOW_SECONDS):
                         blocked()
                         blocked = None
-                    if blocked is None and not self._wait_writable(self._stall_limit):
-                        raise ConnectionClosed(
-                            f"the peer has not taken any data for {self._stall_limit:g} s"
-                        ) from None
+                    if blocked is None and not self._wait_for_peer(deadline):
+                        if held_bytes < 0:
+                            # The tensors of the frame may change from now on, so copy the rest.
+                            self._held.appendleft(b"".join(parts))
+                        raise SendTimeout(withdrawn=not held_bytes) from None
+                    self.last_taken = monotonic()
                     continue
                 if sent == len(first) and len(parts) == 1:
                     return
+                held_bytes -= sent
                 while parts and sent >= len(parts[0]):
                     sent -= len(parts.pop(0))
                 if sent:
                     parts[0] = memoryview(parts[0])[sent:]
+        except SendTimeout:
+            raise
         except ConnectionClosed:
             self.close()
             raise
@@ -273,11 +340,33 @@ class StreamConnection:
             return wait_for(self._stream, writable=True, timeout=seconds)
         return bool(self._write_spin.wait(self._writable.poll, _milliseconds(seconds)))
 
-    def _take_held(self) -> bytes:
+    def _wait_for_peer(self, deadline: float) -> bool:
+        """Wait until the stream accepts more data. Return False at the deadline. Raise
+        ConnectionClosed if the peer takes no data for too long."""
+        left = deadline - monotonic()
+        if self._wait_writable(min(left, self._stall_limit)):
+            return True
+        if left <= self._stall_limit:
+            return False
+        raise ConnectionClosed(f"the peer has not taken any data for {self._stall_limit:g} s")
+
+    def _take_held(self) -> list[Frame | bytes]:
+        """Return what is kept back, and keep nothing back any longer."""
         held = []
-        while self._held:
-            held.append(self._held.popleft())
-        return b"".join(held)
+        try:
+            while True:
+                held.append(self._held.popleft())
+        except IndexError:
+            return held
+
+    def _put_back(self, held: list[Frame | bytes], unsent: int) -> None:
+        """Keep back again what `_take_held` has returned, as far as it is among the last `unsent`
+        bytes, which have not been sent."""
+        while unsent:
+            item = held.pop()
+            data = _as_bytes(item)
+            self._held.appendleft(item if len(data) <= unsent else data[-unsent:])
+            unsent = max(0, unsent - len(data))
 
     # -- receiving
 

@@ -34,8 +34,8 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
-from gradwire._core.transport.base import Address, CallLater, Connection, Greeting
-from gradwire._core.transport.framing import RETIRED, FrameReader, pack_prefix
+from gradwire._core.transport.base import AT_ONCE, Address, CallLater, Connection, Greeting
+from gradwire._core.transport.framing import RETIRED, Entry, FrameReader, pack_prefix
 from gradwire._core.transport.handshake import READY
 from gradwire._core.transport.listener import (
     BACKLOG,
@@ -51,7 +51,7 @@ from gradwire._core.transport.shared_memory import SEGMENT_BYTES, SegmentReceive
 from gradwire._core.transport.strangers import SocketCloser, prepare, receive, user_of_peer
 from gradwire._core.transport.stream import StreamConnection
 from gradwire._core.wire.frames import Bytes
-from gradwire.errors import AuthenticationError, ConnectionClosed
+from gradwire.errors import AuthenticationError, ConnectionClosed, SendTimeout
 
 logger = logging.getLogger("gradwire")
 
@@ -224,6 +224,13 @@ class UnixConnection(StreamConnection):
     def _take_retired(self) -> list[int]:
         return self._sender.take_retired()
 
+    def _take_back(self, entries: Sequence[Entry]) -> None:
+        for length, segment in entries:
+            if length == RETIRED:
+                self._sender.retire(segment)
+            elif segment:
+                self._sender.free(segment)
+
     def trim(self) -> None:
         super().trim()
         self._sender.trim()
@@ -237,13 +244,23 @@ class UnixConnection(StreamConnection):
                 # If another thread has just sent the notices about retired segments together with a
                 # frame, nothing is left to send here.
                 if entries:
-                    self._write([pack_prefix(0, entries)], None)
+                    self._tell_retired(entries)
         except ConnectionClosed:
             # The thread that reads this connection will notice that it is closed, and will fail the
             # calls that have not been answered yet.
             pass
         finally:
             self._end_writing()
+
+    def _tell_retired(self, entries: Sequence[Entry]) -> None:
+        """Send the notices about retired segments. Do not wait, because the thread that calls
+        `trim` has other connections to look after."""
+        try:
+            self._write([pack_prefix(0, entries)], None, AT_ONCE)
+        except SendTimeout as timeout:
+            if timeout.withdrawn:
+                self._take_back(entries)
+            raise
 
     def _release(self) -> None:
         super()._release()

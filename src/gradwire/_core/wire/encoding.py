@@ -41,7 +41,8 @@ class Attachment(Protocol):
 
     def sent(self, to: WorkerInfo | None) -> None:
         """This is called when the message was sent to the worker `to`. If it is called with None,
-        the message will never be sent."""
+        the message will never be sent. A message that was held back, and is then withdrawn, gets
+        both calls."""
 
     def answered(self, by: WorkerInfo) -> None:
         """This is called when the worker `by` has answered the call that contained the object. This
