@@ -27,6 +27,7 @@ from gradwire.errors import (
     ShutDownError,
     WorkerLost,
 )
+from gradwire.testing import cluster
 from gradwire.testing.connection_pairs import open_descriptors
 from gradwire.worker import Worker
 from tests.processes import Process, freeze, group, processes, rendezvous_file, run_group, until
@@ -523,3 +524,43 @@ def test_a_duplicate_name_ends_the_rendezvous_for_all_workers() -> None:
 def test_worker_info_checks_the_name(name: str, why: str) -> None:
     with pytest.raises(SetupError, match=why):
         WorkerInfo(name, 0)
+
+
+# -- `with worker:`
+
+
+def test_inside_cluster_the_block_of_a_worker_makes_it_current_and_does_not_end_it() -> None:
+    def body() -> None:
+        with cluster(2) as (a, b):
+            for _ in range(2):
+                with a:
+                    assert rpc.rpc_sync("worker1", whoami) == "worker1"
+                    with b:
+                        assert whoami() == "worker1"
+                    assert whoami() == "worker0"
+                with pytest.raises(NotInitializedError):
+                    whoami()
+            assert a.rpc_sync("worker1", whoami) == "worker1"
+
+    with processes(body) as (process,):  # A worker that waits for the other one would never return.
+        process.result()
+
+
+def test_the_last_block_of_a_worker_ends_it() -> None:
+    def use() -> None:
+        with worker:
+            names.append(whoami())
+
+    names: list[str] = []
+    with rendezvous_file() as place:
+        worker = Worker("alone", 0, 1, rpc.Options(init_method=place))
+        with worker:
+            thread = threading.Thread(target=use)
+            thread.start()
+            thread.join()
+            with worker:
+                pass
+            assert worker.rpc_sync("alone", whoami) == "alone"
+        assert names == ["alone"]
+        with pytest.raises(ShutDownError):
+            worker.rpc_sync("alone", whoami)

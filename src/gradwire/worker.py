@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextvars
+import threading
 from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import Any
@@ -16,6 +17,11 @@ from gradwire._core.runtime import Runtime
 from gradwire._core.transport.base import Transport
 from gradwire.options import UNSET_TIMEOUT
 
+#: One token for each open ``with`` block of this thread or task, the innermost block last. At the
+#: end of a block, its token makes the former worker current again.
+_open_blocks: contextvars.ContextVar[tuple[contextvars.Token[Any], ...]]
+_open_blocks = contextvars.ContextVar("gradwire_blocks", default=())
+
 
 class Worker:
     """A member of a group of workers that call functions on each other.
@@ -25,7 +31,9 @@ class Worker:
 
     Inside the ``with`` block, module-level functions such as `gradwire.rpc.rpc_sync` use this
     worker. At the end of the block, the worker waits until the whole group has finished its work,
-    and then shuts down. If the block raised an exception, the worker shuts down at once.
+    and then shuts down. If the block raised an exception, the worker shuts down at once. Blocks of
+    one worker can be nested, also in different threads. Then the end of the last open block shuts
+    the worker down.
 
     `options` is a `gradwire.Options`. A worker makes `membership` (the list of the group's workers)
     and `transports` from the options if they are not given. `gradwire.testing.cluster` gives both,
@@ -45,7 +53,10 @@ class Worker:
         self._runtime = Runtime(
             name, rank, world_size, options, membership=membership, transports=transports
         )
-        self._token: contextvars.Token[Any] | None = None
+        self._blocks_lock = threading.Lock()
+        #: How many ``with`` blocks of this worker are open. `cluster` adds one for itself, because
+        #: it ends its workers.
+        self._blocks = 0
 
     @property
     def name(self) -> str:
@@ -166,7 +177,9 @@ class Worker:
         self._runtime.shutdown(graceful, timeout)
 
     def __enter__(self) -> Worker:
-        self._token = current.enter(self._runtime)
+        with self._blocks_lock:
+            self._blocks += 1
+        _open_blocks.set((*_open_blocks.get(), current.enter(self._runtime)))
         return self
 
     def __exit__(
@@ -175,9 +188,13 @@ class Worker:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
+        with self._blocks_lock:
+            self._blocks -= 1
+            is_last = not self._blocks
         try:
-            self.shutdown(graceful=kind is None)
+            if is_last:
+                self.shutdown(graceful=kind is None)
         finally:
-            if self._token is not None:
-                current.leave(self._token)
-                self._token = None
+            *outer, token = _open_blocks.get()
+            _open_blocks.set(tuple(outer))
+            current.leave(token)

@@ -44,7 +44,8 @@ def cluster(
     The format string `name` gives each worker a name with its id, by default "worker0", "worker1"
     and so on. All workers use the same `transports`. By default, messages do not leave the process.
     At the end of the block, each worker waits until all workers have finished their work, unless
-    `graceful` is False or the block has raised an exception.
+    `graceful` is False or the block has raised an exception. Within the block, `with worker:` makes
+    a worker the current one and does not end it.
     """
     shared = transports if transports is not None else transports_named("in_process")
     membership = LocalMembership(size)
@@ -59,6 +60,8 @@ def cluster(
                 membership=membership,
                 transports=shared,
             )
+            # This function ends the worker, so no block of the program is its last one.
+            worker._blocks += 1
             workers.append(worker)
         yield workers
     except BaseException:
