@@ -3,22 +3,34 @@
 from __future__ import annotations
 
 import os
+import re
 import socket
+import stat
+import subprocess
+import sys
+import tempfile
+import threading
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from functools import partial
 from multiprocessing import Pipe
+from pathlib import Path
 from typing import Any
 
 import pytest
-from torch.distributed import HashStore
+from torch.distributed import HashStore, TCPStore
 from torch.distributed.rendezvous import register_rendezvous_handler
 
 import gradwire
 from gradwire import rpc
 from gradwire._core.group import rendezvous
+from gradwire._core.group.token_file import read_token_file
 from gradwire.errors import SetupError
 from gradwire.launch import free_port
-from tests.processes import PATIENCE, processes, rendezvous_file
+from tests.processes import PATIENCE, freeze, processes, rendezvous_file
+
+TOKEN = "the token of this test, of 32 bytes"
+NOBODY = 65534
 
 
 def whoami() -> str:
@@ -154,8 +166,303 @@ def test_a_missing_worker_is_named_at_the_deadline(over: str) -> None:
             lonely.result()
 
 
-def test_ranks_are_checked() -> None:
+def test_ranks_are_checked(tmp_path: Path) -> None:
+    options = rpc.Options(init_method=f"file://{tmp_path}/store")
     with pytest.raises(SetupError, match="rank parameter missing"):
-        gradwire.Worker("w", world_size=2, options=rpc.Options(init_method="file:///nowhere"))
+        gradwire.Worker("w", world_size=2, options=options)
     with pytest.raises(SetupError, match="rank 2 is not below"):
-        gradwire.Worker("w", 2, 2, options=rpc.Options(init_method="file:///nowhere"))
+        gradwire.Worker("w", 2, 2, options=options)
+
+
+def try_to_join(name: str, rank: int, size: int | None, place: str, **options: Any) -> str:
+    """Return the text of the error, or "joined"."""
+    given = rpc.Options(**{"init_method": place, "init_timeout": PATIENCE / 2, **options})
+    try:
+        worker = gradwire.Worker(name, rank, size, given)
+    except SetupError as error:
+        return str(error)
+    worker.shutdown(graceful=False)
+    return "joined"
+
+
+# -- workers that do not agree
+
+
+@pytest.mark.parametrize("over", ["file", "tcp"])
+@pytest.mark.parametrize(
+    ("members", "complaint"),
+    [
+        (
+            [("a", 0, 2), ("b", 1, 3)],
+            "the workers do not agree on the world_size: it is . for the worker of rank . and .",
+        ),
+        ([("a", 0, 2), ("b", 2, 2)], "rank 2 is not below the world_size of 2"),
+        ([("a", 0, 3), ("b", 1, 3), ("c", 1, 3)], "worker id 1 is not unique: .*name=[bc].*[bc]"),
+        ([("a", 0, 3), ("b", 1, 3), ("b", 2, 3)], "worker name 'b' is not unique: .*id=[12].*[12]"),
+    ],
+)
+def test_a_disagreement_is_an_error_that_names_it_on_every_worker(
+    over: str, members: list[tuple[str, int, int]], complaint: str
+) -> None:
+    with rendezvous_file() as file, free_port() as port:
+        place = file if over == "file" else f"tcp://127.0.0.1:{port}"
+        bodies = [partial(try_to_join, *member, place) for member in members]
+        with processes(*bodies) as started:
+            for process in started:
+                assert re.search(complaint, process.result())
+
+
+def test_a_worker_that_disagrees_does_not_disturb_a_complete_group() -> None:
+    def join_and_wait(rank: int) -> str:
+        options = rpc.Options(init_method=place)
+        with gradwire.Worker(f"worker{rank}", rank, 2, options) as worker:
+            if rank == 0:
+                complete.send(True)
+                assert may_go.poll(PATIENCE)
+            return str(worker.rpc_sync(f"worker{1 - rank}", whoami))
+
+    is_complete, complete = Pipe(duplex=False)
+    may_go, go = Pipe(duplex=False)
+    with is_complete, complete, may_go, go, rendezvous_file() as place:
+        with processes(partial(join_and_wait, 0), partial(join_and_wait, 1)) as started:
+            assert is_complete.poll(PATIENCE)
+            with processes(partial(try_to_join, "late", 2, 3, place)) as (late,):
+                assert "do not agree on the world_size" in late.result()
+            go.send(True)
+            assert [process.result() for process in started] == ["worker1", "worker0"]
+
+
+# -- what answers at the address of the store
+
+
+@contextmanager
+def foreign_server(greeting: bytes | None) -> Iterator[int]:
+    """Accept connections and say nothing, or send a greeting and hang up. Yield the port."""
+
+    def serve() -> None:
+        with suppress(OSError):
+            while True:
+                connection, _ = server.accept()
+                accepted.append(connection)
+                if greeting is not None:
+                    connection.sendall(greeting)
+                    connection.close()
+
+    accepted: list[socket.socket] = []
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        thread = threading.Thread(target=serve)
+        thread.start()
+        yield server.getsockname()[1]
+        server.shutdown(socket.SHUT_RDWR)
+        thread.join()
+    for connection in accepted:
+        connection.close()
+
+
+def fail_to_join(place: str, rank: int = 1) -> tuple[str, list[str]]:
+    """Return the text of the error, and the names of the threads that are left."""
+    text = try_to_join("worker", rank, 2, place, init_timeout=0.5)
+    return text, [thread.name for thread in threading.enumerate()]
+
+
+@pytest.mark.parametrize(
+    ("greeting", "complaint"),
+    [
+        (None, "a process listens at 127.0.0.1:{} but does not answer"),
+        (b"HTTP/1.1 400 Bad Request\r\n\r\n", "listens at 127.0.0.1:{} does not answer as a store"),
+        (b"", "listens at 127.0.0.1:{} does not answer as a store"),
+    ],
+)
+def test_init_timeout_holds_if_a_foreign_server_has_the_port(
+    greeting: bytes | None, complaint: str
+) -> None:
+    with foreign_server(greeting) as port:
+        place = f"tcp://127.0.0.1:{port}"
+        with processes(partial(fail_to_join, place), partial(fail_to_join, place, 0)) as (p1, p0):
+            text, threads = p1.result()
+            assert complaint.format(port) in text
+            assert threads == ["MainThread"]
+            assert f"another process listens at 127.0.0.1:{port} already" in p0.result()[0]
+
+
+def test_init_timeout_holds_if_the_host_of_the_store_is_frozen() -> None:
+    def be_host() -> None:
+        store, _, _ = rendezvous.open_store(place, 0, 2, PATIENCE)
+        listens.send(True)
+        store.wait(["gradwire/never"])
+
+    is_up, listens = Pipe(duplex=False)
+    with is_up, listens, free_port() as port:
+        place = f"tcp://127.0.0.1:{port}"
+        with processes(be_host) as (host,):
+            assert is_up.poll(PATIENCE)
+            freeze(host.pid)
+            with processes(partial(fail_to_join, place)) as (newcomer,):
+                text, threads = newcomer.result()
+    assert f"a process listens at 127.0.0.1:{port} but does not answer" in text
+    assert threads == ["MainThread"]
+
+
+def test_a_host_that_ends_while_others_join_is_named() -> None:
+    with free_port() as port:
+        place = f"tcp://127.0.0.1:{port}"
+        host = partial(try_to_join, "host", 0, 3, place, init_timeout=0.5, token=TOKEN)
+        other = partial(try_to_join, "other", 1, 3, place, token=TOKEN)
+        with processes(host, other) as started:
+            assert "the worker of rank 2 has not joined the group" in started[0].result()
+            assert "ended while this worker waited for the worker of rank 2" in started[1].result()
+
+
+# -- who can reach the store, and what strangers learn there
+
+
+@pytest.mark.parametrize("query", ["", "?use_libuv=0"])
+@pytest.mark.parametrize("host", ["127.0.0.1", "localhost"])
+def test_the_store_listens_at_the_address_of_the_group_only(host: str, query: str) -> None:
+    def be_host() -> None:
+        store, _, _ = rendezvous.open_store(f"tcp://{host}:{port}{query}", 0, 2, PATIENCE)
+        store.set("who", "the host")
+        store.wait(["done"])
+
+    with free_port() as port, processes(be_host) as (process,):
+        store, _, _ = rendezvous.open_store(f"tcp://{host}:{port}{query}", 1, 2, PATIENCE)
+        assert store.get("who") == b"the host"
+        with pytest.raises(ConnectionRefusedError):  # A store of torch's own listens there too.
+            socket.create_connection(("127.0.0.2", port), PATIENCE)
+        store.set("done", "")
+        process.result()
+
+
+def test_other_parts_of_the_program_can_share_the_store() -> None:
+    def body() -> list[bytes]:
+        place = f"tcp://127.0.0.1:{port}"
+        ours, _, _ = rendezvous.open_store(place, 0, 2, PATIENCE)
+        theirs = TCPStore("127.0.0.1", port, is_master=True, multi_tenant=True)
+        ours.set("key", "value")
+        # Now with a store that torch has opened first.
+        first = TCPStore("127.0.0.1", 0, is_master=True, multi_tenant=True)
+        second, _, _ = rendezvous.open_store(f"tcp://127.0.0.1:{first.port}", 0, 2, PATIENCE)
+        first.set("key", "other value")
+        return [theirs.get("key"), second.get("key")]
+
+    with free_port() as port, processes(body) as (process,):
+        assert process.result() == [b"value", b"other value"]
+
+
+def as_nobody(body: Callable[[], Any]) -> Callable[[], Any]:
+    """Run `body` as another user. Only root can do this."""
+
+    def run() -> Any:
+        os.setgroups([])
+        os.setgid(NOBODY)
+        os.setuid(NOBODY)
+        return body()
+
+    return run
+
+
+def read_token_key(port: int) -> str:
+    store, _, _ = rendezvous.open_store(f"tcp://127.0.0.1:{port}", 1, 2, PATIENCE)
+    store.wait(["gradwire/0/token"])
+    return str(store.get("gradwire/0/token").decode())
+
+
+def fail_to_read(path: str) -> str:
+    with pytest.raises(PermissionError):
+        Path(path).read_text()
+    with pytest.raises(SetupError) as error:
+        read_token_file(path)
+    return str(error.value)
+
+
+def test_a_made_up_token_is_not_in_a_store_that_others_can_reach(tmp_path: Path) -> None:
+    """A stranger reads the key "token" there, and finds the path of a file that it cannot read."""
+
+    def be_host() -> str:
+        tempfile.tempdir = str(tmp_path)
+        return try_to_join("host", 0, 2, f"tcp://127.0.0.1:{port}")
+
+    tmp_path.chmod(0o755)
+    with free_port() as port, processes(be_host) as (host,):
+        path = Path(read_token_key(port))
+        assert path.parent == tmp_path
+        assert stat.S_IMODE(path.stat().st_mode) == 0o600
+        if os.getuid() == 0:
+            with processes(as_nobody(partial(fail_to_read, str(path)))) as (stranger,):
+                assert "cannot read the token" in stranger.result()
+        with processes(partial(try_to_join, "member", 1, 2, f"tcp://127.0.0.1:{port}")) as (p,):
+            assert [p.result(), host.result()] == ["joined", "joined"]
+    assert not list(tmp_path.iterdir()), "the file is deleted when all workers have read it"
+
+
+def test_a_token_file_that_another_user_can_write_is_refused(tmp_path: Path) -> None:
+    wide = tmp_path / "gradwire-token-1"
+    wide.write_text("chosen by a stranger")
+    for path in (wide, tmp_path / "secret", tmp_path / "gradwire-token-missing"):
+        with pytest.raises(SetupError, match=r"cannot read the token .* the option token"):
+            read_token_file(str(path))
+    wide.chmod(0o600)
+    assert read_token_file(str(wide)) == "chosen by a stranger"
+
+
+def test_the_file_of_a_store_is_private_or_gets_no_made_up_token(tmp_path: Path) -> None:
+    new, wide = tmp_path / "new", tmp_path / "wide"
+    assert try_to_join("alone", 0, 1, f"file://{new}") == "joined"
+    rendezvous.open_store(f"file://{new}", 0, 1, PATIENCE)
+    assert stat.S_IMODE(new.stat().st_mode) == 0o600
+    wide.touch(0o644)
+    text = try_to_join("alone", 0, 1, f"file://{wide}")
+    assert "lets other users read it" in text
+    assert "chmod 600" in text
+    assert not wide.read_bytes().count(b"token")
+    given = tmp_path / "given"
+    given.touch(0o644)
+    assert try_to_join("alone", 0, 1, f"file://{given}", token=TOKEN) == "joined"
+
+
+@pytest.fixture
+def other_machine() -> Iterator[tuple[str, str]]:
+    """Make a network namespace, which stands for another machine. Yield its name and the address
+    of this machine as seen from there."""
+    name, ours = f"gw{os.getpid()}", f"gwv{os.getpid()}"
+    commands = [
+        f"netns add {name}",
+        f"link add {ours} type veth peer name eth0 netns {name}",
+        f"addr add 10.213.77.1/30 dev {ours}",
+        f"link set {ours} up",
+        f"-n {name} addr add 10.213.77.2/30 dev eth0",
+        f"-n {name} link set eth0 up",
+    ]
+    try:
+        for command in commands:
+            try:
+                subprocess.run(["ip", *command.split()], check=True, capture_output=True)
+            except (OSError, subprocess.CalledProcessError):
+                pytest.skip("this user may not make network namespaces")
+        yield name, "10.213.77.1"
+    finally:
+        with suppress(OSError):
+            subprocess.run(["ip", "link", "del", ours], check=False, capture_output=True)
+            subprocess.run(["ip", "netns", "del", name], check=False, capture_output=True)
+
+
+def test_another_machine_cannot_reach_the_store_of_a_group_on_loopback(
+    other_machine: tuple[str, str],
+) -> None:
+    name, address = other_machine
+    connect = "import socket, sys; socket.create_connection((sys.argv[1], int(sys.argv[2])), 10)"
+
+    def reaches(port: int) -> bool:
+        command = ["ip", "netns", "exec", name, sys.executable, "-c", connect, address, str(port)]
+        ended = subprocess.run(command, check=False, capture_output=True, text=True)
+        assert not ended.returncode or "ConnectionRefusedError" in ended.stderr
+        return not ended.returncode
+
+    with socket.create_server((address, 0)) as control:
+        assert reaches(control.getsockname()[1])
+    with free_port() as port:
+        host = partial(try_to_join, "host", 0, 2, f"tcp://127.0.0.1:{port}")
+        with processes(host) as (process,):
+            read_token_key(port)
+            assert not reaches(port)
+            process.kill()

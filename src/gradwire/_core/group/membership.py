@@ -16,13 +16,13 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from concurrent.futures import TimeoutError as FutureTimeoutError
 from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import cache
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
+from gradwire._core.group.token_file import TokenFile, check_file_store, read_token_file
 from gradwire._core.ids import WorkerInfo
 from gradwire._core.transport.base import Address, Greeting, Transport
 from gradwire._core.transport.tcp import is_loopback
@@ -41,6 +41,15 @@ _PROBE_SECONDS = 2.0
 _FIRST_PAUSE_SECONDS = 0.001
 #: In an open group, a query to the store fails if the store does not answer within this time.
 _STORE_SECONDS = 5.0
+#: A worker that joins gives up a query this long after its deadline. Torch notices the deadline
+#: itself, and says more, unless the process that hosts the store is frozen.
+_GRACE_SECONDS = 1.0
+#: When joining fails, the worker of rank 0 waits for the others for at most this long. It checks
+#: repeatedly, with this pause.
+_LINGER_SECONDS = 2.0
+_LINGER_PAUSE_SECONDS = 0.01
+#: After its connection was cut, a query to the store ends within this time.
+_CUT_SECONDS = 2.0
 
 T = TypeVar("T")
 
@@ -212,12 +221,15 @@ class StoreMembership:
 
     The keys in the store, after a prefix for the group, are:
 
-    - `kind`: whether the group is fixed or open (this key has no prefix);
-    - `token`: the secret of the group;
+    - `kind`: "open", or the size that the first worker gave, and its rank (without a prefix);
+    - `arrivals`: a counter of the workers of fixed groups that use this store (without a prefix);
+    - `token`: the secret of the group if no worker was given one, or the path of the file that has
+      it (see `token_file`);
     - `member/<id>` and `name/<name>`: the entry of a member. After the member has left, their
       values are `_LEFT` and the empty string;
     - `ids` and `more-ids`: counters that give ids to workers without a rank, and to workers that
       join again;
+    - `failed`: a counter of the workers of a fixed group that could not join;
     - `joined`: a counter of the workers that have joined;
     - `joined/<number>`: the id of each of these workers, to list the members of an open group.
 
@@ -225,32 +237,117 @@ class StoreMembership:
     `size` workers that connect to the store then form a new group.
     """
 
-    def __init__(self, store: Any, size: int | None, timeout: float):
+    def __init__(
+        self,
+        store: Any,
+        rank: int,
+        size: int | None,
+        timeout: float,
+        deadline: float | None = None,
+    ):
         self.fixed = size is not None
         self._store = store
         self._size = size
+        #: All joining must be done `timeout` seconds after it began, which is at `_deadline`.
         self._timeout = timeout
+        self._deadline = time.monotonic() + timeout if deadline is None else deadline
         self._known: dict[int, Member] = {}
         #: Workers are numbered as they join. These are the numbers of the members that have left.
         self._left: set[int] = set()
-        self._check_kind()
-        group = 0 if size is None else (int(store.add("gradwire/arrivals", 1)) - 1) // size
-        self._prefix = f"gradwire/{group}"
+        self._token_file: TokenFile | None = None
+        #: Fixed groups that use the same store one after the other are numbered.
+        self._group = self._before_deadline(self._arrive, rank)
+        self._prefix = f"gradwire/{self._group}"
+
+    def _arrive(self, rank: int) -> int:
+        """Return the number of the group. Raise SetupError if this worker and the others do not
+        mean the same group."""
+        kind = "open" if self._size is None else f"{self._size} {rank}"
+        agreed = self._replace("gradwire/kind", "", kind)
+        if (kind == "open") != (agreed == "open"):
+            raise SetupError(
+                "RPC group mixes statically and dynamically initialized members which is not "
+                "supported. Give all workers a world_size, or none"
+            )
+        if self._size is None:
+            return 0
+        size, first = map(int, agreed.split())
+        why = None
+        if self._size != size:
+            why = (
+                f"the workers do not agree on the world_size: it is {size} for the worker of rank "
+                f"{first} and {self._size} for the worker of rank {rank}"
+            )
+        elif rank >= size:
+            why = f"rank {rank} is not below the world_size of {size}"
+        # A worker that is refused does not count as one that has arrived.
+        arrived = int(self._store.add("gradwire/arrivals", 1 if why is None else 0))
+        group = max(arrived - 1, 0) // size
+        if why is not None:
+            self._refuse(group, size, why)
+            self._let_others_fail(group, rank, lambda: size)
+            raise SetupError(f"the group cannot be formed: {why}")
+        return group
+
+    def _refuse(self, group: int, size: int, why: str) -> None:
+        """Make joining fail on all workers of the fixed group that wait for other workers or are
+        still to come. A group that is complete is not disturbed."""
+        with contextlib.suppress(Exception):  # The store may have ended.
+            for worker_id in range(size):
+                key = f"gradwire/{group}/member/{worker_id}"
+                self._replace(key, "", json.dumps({"refused": why}))
+
+    def _let_others_fail(self, group: int, rank: int, expected: Callable[[], int]) -> None:
+        """Call this before joining fails. On the worker of rank 0, which mostly hosts the store,
+        this waits until the expected number of workers has failed, this one included, because they
+        learn the reason from the store."""
+        with contextlib.suppress(Exception):  # The store may have ended.
+            failed = int(self._store.add(f"gradwire/{group}/failed", 1))
+            end = time.monotonic() + _LINGER_SECONDS
+            while rank == 0 and failed < expected() and time.monotonic() < end:
+                time.sleep(_LINGER_PAUSE_SECONDS)
+                failed = int(self._store.add(f"gradwire/{group}/failed", 0))
+
+    def _count_arrived(self) -> int:
+        """Return how many workers of this worker's fixed group have arrived at the store."""
+        size = self._size or 0
+        arrived = int(self._store.add("gradwire/arrivals", 0))
+        return min(arrived - self._group * size, size)
 
     def agree_on_token(self, token: str | None, rank: int) -> str:
         """Return the token of the group. If none is given, one worker creates a random token."""
         if token is not None:
             return token
-        if self.fixed:
-            if rank == 0:
-                self._set("token", secrets.token_hex(32))
-        elif self._count("token-maker") == 1:
-            self._set("token", secrets.token_hex(32))
-        return self._get("token", "the worker that creates the group's token").decode()
+        return self._before_deadline(self._make_or_read_token, rank)
+
+    def _make_or_read_token(self, rank: int) -> str:
+        # Only a FileStore has this attribute.
+        file: str | None = getattr(self._store, "path", None)
+        if file is not None:
+            check_file_store(file)
+        if file is not None and not self.fixed:
+            is_maker = self._count("token-maker") == 1
+        else:
+            # In an open group, this is the worker that hosts the store. So the file with the token
+            # is there as long as the store is.
+            is_maker = rank == 0
+        if is_maker:
+            token = secrets.token_hex(32)
+            if file is None:
+                self._token_file = TokenFile(token)
+                self._set("token", self._token_file.path)
+            else:
+                self._set("token", token)
+            return token
+        text = self._get("token", "the worker that creates the group's token").decode()
+        return text if file is not None else read_token_file(text)
 
     def choose_id(self, name: str, rank: int, is_gone: Callable[[Member], bool]) -> int:
         if self.fixed:
             return rank
+        return self._before_deadline(self._choose_id, name, rank, is_gone)
+
+    def _choose_id(self, name: str, rank: int, is_gone: Callable[[Member], bool]) -> int:
         for holder in {self.by_name(name), self.by_id(rank)}:
             if holder is not None and is_gone(holder):
                 # The member with this name or id ended without leaving, so remove its entry.
@@ -267,19 +364,27 @@ class StoreMembership:
         return worker_id
 
     def join(self, member: Member) -> None:
-        info = member.info
         try:
-            self._claim(f"name/{info.name}", f"worker name {info.name!r}", member)
-            self._claim(f"member/{info.id}", f"worker id {info.id}", member)
-            self._set(f"joined/{self._count('joined')}", str(info.id))
-        except BaseException:
+            self._before_deadline(self._join, member)
+        except BaseException as error:
             # Before the error, the worker's name may have been written to the store. In an open
             # group, `leave` removes the name.
             self.leave(member)
+            if self._size is not None and isinstance(error, SetupError):
+                fail, rank = self._let_others_fail, member.info.id
+                with contextlib.suppress(TimeoutError):
+                    within(_STORE_SECONDS, fail, self._group, rank, self._count_arrived)
             raise
-        if self._size is None:
-            return
-        for worker_id in range(self._size):
+        finally:
+            if self.fixed and self._token_file is not None:
+                self._token_file.close()  # All workers have read it.
+
+    def _join(self, member: Member) -> None:
+        info = member.info
+        self._claim(f"name/{info.name}", f"worker name {info.name!r}", member)
+        self._claim(f"member/{info.id}", f"worker id {info.id}", member)
+        self._set(f"joined/{self._count('joined')}", str(info.id))
+        for worker_id in range(self._size or 0):
             text = self._get(f"member/{worker_id}", f"the worker of rank {worker_id}")
             self._known[worker_id] = Member.from_json(text)
 
@@ -292,30 +397,26 @@ class StoreMembership:
             return
         if current == _LEFT:
             raise SetupError(f"another worker gave up {what} at this moment: try again")
-        why = f"{what} is not unique: another worker of the group has it"
-        # In a group of fixed size, the other workers wait for the entry of this worker. So the
-        # reason why it cannot join is written there.
-        if self.fixed:
-            self._set(f"member/{member.info.id}", json.dumps({"refused": why}))
-            raise SetupError(why)
+        holder = Member.from_json(current)
+        why = f"{what} is not unique: {holder.info} and {member.info} both want it"
+        if self._size is not None:
+            # The worker that has this id, and those that wait for it, must not take it for valid.
+            with contextlib.suppress(Exception):  # The store may have ended.
+                self._set(f"member/{member.info.id}", json.dumps({"refused": why}))
+            self._refuse(self._group, self._size, why)
+            raise SetupError(f"the group cannot be formed: {why}")
         raise SetupError(
-            f"{why}, and may still be running. If that worker is frozen, or its machine is lost, "
-            "give this one another"
+            f"{why}, and {holder.info.name!r} may still be running. If that worker is frozen, or "
+            "its machine is lost, give this one another"
         )
 
-    def _check_kind(self) -> None:
-        kind = "fixed" if self.fixed else "open"
-        if self._replace("gradwire/kind", "", kind) not in ("", kind):
-            raise SetupError(
-                "RPC group mixes statically and dynamically initialized members which is not "
-                "supported. Give all workers a world_size, or none"
-            )
-
     def leave(self, member: Member) -> None:
+        if self._token_file is not None:
+            self._token_file.close()
         if not self.fixed:
             # The process that hosts the store may have ended. Then there is no entry to remove.
             with contextlib.suppress(Exception):
-                _with_timeout(self._remove, member)
+                within(_STORE_SECONDS, self._remove, member)
 
     def _remove(self, member: Member) -> None:
         entry = member.to_json()
@@ -325,17 +426,17 @@ class StoreMembership:
     def by_name(self, name: str) -> Member | None:
         if self.fixed:
             return next((m for m in self._known.values() if m.info.name == name), None)
-        text = _with_timeout(self._look, f"name/{name}")
+        text = within(_STORE_SECONDS, self._look, f"name/{name}")
         return Member.from_json(text) if text else None
 
     def by_id(self, worker_id: int) -> Member | None:
         if self.fixed:
             return self._known.get(worker_id)
-        return _with_timeout(self._fetch, worker_id)
+        return within(_STORE_SECONDS, self._fetch, worker_id)
 
     def members(self) -> list[Member]:
         if not self.fixed:
-            _with_timeout(self._fetch_all)
+            within(_STORE_SECONDS, self._fetch_all)
         return sorted(self._known.values(), key=lambda m: m.info.id)
 
     def _fetch_all(self) -> None:
@@ -371,14 +472,36 @@ class StoreMembership:
         """Wait until a worker has written a key, and return its value. `writer` describes that
         worker in the error message."""
         key = f"{self._prefix}/{key}"
+        left = max(0.001, self._deadline - time.monotonic())
         try:
-            self._store.wait([key], timedelta(seconds=self._timeout))
+            self._store.wait([key], timedelta(seconds=left))
             value: bytes = self._store.get(key)
             return value
         except Exception as error:
+            if time.monotonic() < self._deadline:
+                raise SetupError(
+                    f"the rendezvous store ended while this worker waited for {writer}: {error}. "
+                    "See what the process that hosts it says, which is mostly that of rank 0"
+                ) from error
+            hint = "Is it running, with the same init_method and world_size?"
+            if self._group:
+                hint += (
+                    f" A group of {self._size} has formed through this store before. If it still "
+                    "runs, this worker is one too many: two workers have the same rank"
+                )
             raise SetupError(
-                f"{writer} has not joined the group within {self._timeout:g} s: {error}. Is it "
-                "running, with the same init_method and world_size?"
+                f"{writer} has not joined the group within {self._timeout:g} s: {error}. {hint}"
+            ) from error
+
+    def _before_deadline(self, query: Callable[..., T], *args: Any) -> T:
+        """Return the result of a query that is a part of joining."""
+        left = max(0.0, self._deadline - time.monotonic())
+        try:
+            return within(left + _GRACE_SECONDS, query, *args)
+        except TimeoutError as error:
+            raise SetupError(
+                f"the rendezvous store has not answered within {self._timeout:g} s: the process "
+                "that hosts it, which is mostly that of rank 0, is frozen or cannot be reached"
             ) from error
 
     def _set(self, key: str, value: str) -> None:
@@ -391,10 +514,12 @@ class StoreMembership:
         return current if isinstance(current, str) else str(current.decode())
 
 
-def _with_timeout(query: Callable[..., T], *args: Any) -> T:
-    """Return the result of a query to the store. Raise TimeoutError if the store does not answer in
-    time. A separate thread runs the query, because torch waits forever if the process that hosts
-    the store is frozen."""
+def within(
+    seconds: float, query: Callable[..., T], *args: Any, cut: Callable[[], None] | None = None
+) -> T:
+    """Return the result of a query to the store, or raise TimeoutError after `seconds`. A separate
+    thread runs the query, because torch waits forever if the process that hosts the store does not
+    answer. `cut` is called before the TimeoutError, to make the query and so the thread end."""
     answer: Future[T] = Future()
 
     def run() -> None:
@@ -403,8 +528,12 @@ def _with_timeout(query: Callable[..., T], *args: Any) -> T:
         except BaseException as error:
             answer.set_exception(error)
 
-    threading.Thread(target=run, name="gradwire-store", daemon=True).start()
-    try:
-        return answer.result(_STORE_SECONDS)
-    except FutureTimeoutError as error:
-        raise TimeoutError(f"no answer within {_STORE_SECONDS:g} s") from error
+    thread = threading.Thread(target=run, name="gradwire-store", daemon=True)
+    thread.start()
+    thread.join(seconds)
+    if thread.is_alive():
+        if cut is not None:
+            cut()
+            thread.join(_CUT_SECONDS)
+        raise TimeoutError(f"no answer within {seconds:g} s")
+    return answer.result()

@@ -160,7 +160,7 @@ def make_agent(
     """Make a worker from torch's arguments. From then on, RPC functions called in this process act
     for this worker."""
     options = torch_options.to_gradwire()
-    membership = StoreMembership(store, world_size or None, options.init_timeout)
+    membership = StoreMembership(store, rank, world_size or None, options.init_timeout)
     runtime = runtime_type(
         name,
         rank,
