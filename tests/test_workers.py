@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import os
 import signal
@@ -10,6 +11,7 @@ import threading
 import time
 from collections.abc import Callable
 from functools import partial
+from multiprocessing import Pipe
 from typing import Any
 
 import pytest
@@ -17,8 +19,9 @@ import torch
 
 import gradwire
 from gradwire import rpc
-from gradwire._core import current
+from gradwire._core import current, runtime
 from gradwire._core.ids import WorkerInfo
+from gradwire._core.rpc import shutdown_barrier
 from gradwire._core.rpc.shutdown_barrier import ShutdownBarrier
 from gradwire.errors import (
     CallError,
@@ -468,6 +471,100 @@ def test_a_graceful_shutdown_ends_at_its_timeout() -> None:
 
     with group(2, body, shut_down=False) as started:
         assert "the others were not done after 0.5 s" in started[0].result()
+
+
+def warn_soon(idle_seconds: float = 60.0) -> None:
+    """Shorten the times of the shutdown barrier in this process."""
+    for name in ("_NOTICE_SECONDS", "_FIRST_LOOK_SECONDS", "_MAX_LOOK_SECONDS"):
+        setattr(shutdown_barrier, name, 0.2)
+    # Workers that ask each other so often use more of the processor.
+    shutdown_barrier._BUSY_SHARE = 0.2
+    runtime.IDLE_SECONDS = idle_seconds
+
+
+def shut_down_and_collect_warnings() -> tuple[str, list[str]]:
+    """Shut down without a timeout. Return the error and the warnings."""
+    logging.getLogger("gradwire").addHandler(handler := Collector())
+    try:
+        rpc.shutdown()
+    except SetupError as error:
+        return str(error), handler.warnings
+    return "", handler.warnings
+
+
+class Collector(logging.Handler):
+    def __init__(self) -> None:
+        super().__init__(logging.WARNING)
+        self.warnings: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.warnings.append(record.getMessage())
+
+
+@pytest.mark.parametrize("late", [0, 2])
+def test_a_shutdown_that_waits_says_for_whom_and_gives_up_if_nothing_happens(late: int) -> None:
+    def body(rank: int) -> tuple[str, list[str]] | None:
+        warn_soon(idle_seconds=1)
+        if rank == late:
+            may_end.recv()
+            return None
+        return shut_down_and_collect_warnings()
+
+    may_end, end = Pipe(duplex=False)
+    with may_end, end, group(3, body, shut_down=False) as started:
+        for rank in {0, 1, 2} - {late}:
+            error, warnings = started[rank].result()
+            assert "the others were not done after 1 s without any work" in error
+            assert error.endswith(f"It waited for worker{late}")
+            assert f"worker worker{rank} has waited" in warnings[0]
+            assert f"for worker{late} to call shutdown()" in warnings[0]
+        end.send(True)
+        started[late].result()
+
+
+def test_a_shutdown_waits_for_workers_that_only_compute() -> None:
+    def body(rank: int) -> tuple[str, list[str]] | None:
+        warn_soon(idle_seconds=1)
+        if rank == 1:
+            busy(2.5)
+            rpc.shutdown(timeout=TIMEOUT)
+            return None
+        return shut_down_and_collect_warnings()
+
+    with group(2, body, shut_down=False) as started:
+        error, warnings = started[0].result()
+        assert not error
+        assert warnings
+        started[1].result()
+
+
+def test_a_shutdown_says_that_it_waits_for_a_call_of_its_own_worker() -> None:
+    def body(rank: int) -> tuple[str, list[str]] | None:
+        warn_soon()
+        if rank == 0:
+            rpc.rpc_async("worker1", wait_for_the_end)
+            return shut_down_and_collect_warnings()
+        until(lambda: bool(rpc.rpc_sync("worker0", has_warned)), "worker0 has warned")
+        THE_END.set()
+        rpc.shutdown(timeout=TIMEOUT)
+        return None
+
+    with group(2, body, shut_down=False) as started:
+        error, warnings = started[0].result()
+    assert not error
+    assert "for worker0 to call shutdown() or to finish calls" in warnings[0]
+
+
+THE_END = threading.Event()
+
+
+def wait_for_the_end() -> None:
+    THE_END.wait(TIMEOUT)
+
+
+def has_warned() -> bool:
+    handlers = logging.getLogger("gradwire").handlers
+    return any(handler.warnings for handler in handlers if isinstance(handler, Collector))
 
 
 def test_a_shutdown_that_is_not_graceful_fails_open_calls() -> None:

@@ -167,7 +167,8 @@ class Worker:
 
     def shutdown(self, graceful: bool = True, timeout: float = 0) -> None:
         """End this worker. In a group of fixed size a graceful shutdown first waits until the
-        work of all workers is done, for at most `timeout` seconds. A timeout of 0 means an hour.
+        work of all workers is done, for at most `timeout` seconds. A timeout of 0 means: as long as
+        the others work. Then the wait ends when they have done nothing for five minutes.
 
         The worker ends even if that wait fails, and leaves no thread, connection or shared memory
         behind. In a forked child this does nothing, because the worker belongs to the parent.

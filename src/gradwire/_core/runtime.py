@@ -26,6 +26,7 @@ from gradwire._core.group.membership import Membership, StoreMembership, is_gone
 from gradwire._core.group.rendezvous import meet
 from gradwire._core.ids import WorkerInfo
 from gradwire._core.rpc.agent import Agent
+from gradwire._core.rpc.deadlines import FOREVER
 from gradwire._core.rpc.function_calls import FunctionCalls
 from gradwire._core.rpc.shutdown_barrier import ShutdownBarrier
 from gradwire._core.rref.protocol import RRefs
@@ -37,8 +38,9 @@ from gradwire._core.wire.codec import Codec
 from gradwire.errors import SetupError
 from gradwire.options import UNSET_TIMEOUT, Options
 
-#: If no timeout is given, a shutdown waits at most this long for the other workers.
-SHUTDOWN_SECONDS = 3600.0
+#: If no timeout is given, a shutdown waits for the other workers as long as they work. It gives up
+#: when they have done nothing for this long.
+IDLE_SECONDS = 300.0
 #: A shutdown waits at most this long for functions that are still running on this worker.
 _END_SECONDS = 5.0
 
@@ -168,11 +170,14 @@ class Runtime:
 
     def wait_for_group(self, timeout: float = 0) -> bool:
         """Wait until all calls in the group are answered, and return True. Return False if that
-        takes more than `timeout` seconds. All workers must call this right before `shutdown`. In an
-        open group this returns True at once."""
+        takes more than `timeout` seconds or, without a timeout, if the workers that are not done
+        have stopped working. All workers must call this right before `shutdown`. In an open group
+        this returns True at once."""
         if not self.agent.membership.fixed:
             return True
-        return self._barrier.wait(time.monotonic() + (timeout or SHUTDOWN_SECONDS))
+        if not timeout:
+            return self._barrier.wait(FOREVER, IDLE_SECONDS)
+        return self._barrier.wait(time.monotonic() + timeout)
 
     def shutdown(self, graceful: bool = True, timeout: float = 0) -> None:
         """End this worker; see `Worker.shutdown`."""
@@ -181,7 +186,6 @@ class Runtime:
         with self._ending:
             if self.ended:
                 return
-            timeout = timeout or SHUTDOWN_SECONDS
             waited = True
             try:
                 if graceful:
@@ -193,9 +197,12 @@ class Runtime:
                 if current.process_default() is self:
                     current.set_process_default(None)
         if not waited:
+            late = self._barrier.waits_for
             raise SetupError(
                 f"worker {self.info.name!r} has shut down, but the others were not done after "
-                f"{timeout:g} s; calls that were still open have failed"
+                + (f"{timeout:g} s" if timeout else f"{IDLE_SECONDS:g} s without any work")
+                + "; calls that were still open have failed"
+                + (f". It waited for {', '.join(late)}" if late else "")
             )
 
 

@@ -53,7 +53,7 @@ _GATHER_SECONDS = 100e-6
 _SENDING_SECONDS = 0.01
 _INTERRUPTED_READING = "a thread that was reading it was interrupted"
 _INTERRUPTED_SENDING = "a thread that was sending on it was interrupted"
-_UNCOUNTED_KINDS = frozenset({Kind.BARRIER, Kind.FAREWELL})
+_UNCOUNTED_KINDS = frozenset({Kind.BARRIER, Kind.ACTIVITY, Kind.FAREWELL})
 #: Held while a call gets its latch (the lock that waiting threads block on), so that two threads
 #: do not make two latches for one call.
 _making_latches = threading.RLock()

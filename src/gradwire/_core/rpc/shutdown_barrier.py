@@ -12,6 +12,9 @@ Unlike Mattern's method, this one tolerates failures. Workers that are lost are 
 calls are missing in the sums, so the sums are not compared, and two equal rounds suffice. If a
 message was lost on a connection that still exists, the sums differ for ever; then many equal rounds
 suffice.
+
+A worker that waits is told from time to time which workers have not reported. It logs their names,
+and asks them whether they still work. If none of them has done anything for long, it gives up.
 """
 
 from __future__ import annotations
@@ -19,9 +22,12 @@ from __future__ import annotations
 import logging
 import threading
 import time
+from collections.abc import Iterable
+from typing import NamedTuple
 
 from gradwire._core.ids import WorkerInfo
 from gradwire._core.rpc.agent import Agent
+from gradwire._core.rpc.deadlines import FOREVER
 from gradwire._core.rpc.server import Request
 from gradwire._core.wire.messages import Kind
 from gradwire.errors import CallError, ShutDownError
@@ -40,6 +46,17 @@ _MAX_EQUAL_ROUNDS = 20
 #: At the end, the worker with the lowest id waits at most this many seconds until the other workers
 #: have left.
 _LAST_SECONDS = 5.0
+#: The worker with the lowest id answers a report after at most this many seconds, to tell which
+#: reports are missing.
+_NOTICE_SECONDS = 5.0
+#: A worker logs for whom it waits after this many seconds, then after twice as many, up to the
+#: maximum.
+_FIRST_LOOK_SECONDS = 5.0
+_MAX_LOOK_SECONDS = 60.0
+#: A worker has this long to answer whether it still works.
+_ANSWER_SECONDS = 2.0
+#: A process that uses at least this share of a processor core works. gradwire itself uses far less.
+_BUSY_SHARE = 0.01
 
 
 class ShutdownBarrier:
@@ -52,26 +69,41 @@ class ShutdownBarrier:
         self._reports: dict[int, tuple[_Report, Request]] = {}
         self._previous: dict[int, _Report] | None = None
         self._equal_rounds = 0
+        #: Whether a timer runs that will call `_give_notice`.
+        self._notice_is_due = False
+        #: The names of the workers that this worker was last told to wait for.
+        self.waits_for: list[str] = []
         self._changed = threading.Condition(self._lock)
         agent.handle(Kind.BARRIER, self._serve_report)
+        agent.handle(Kind.ACTIVITY, lambda request: request.answer(_activity_of(agent)))
         agent.on_gone.append(self._note_gone)
 
-    def wait(self, deadline: float) -> bool:
-        """Wait until all work in the group is done. Return False at the deadline."""
+    def wait(self, deadline: float, idle_limit: float = FOREVER) -> bool:
+        """Wait until all work in the group is done. Return False at the deadline, or if the workers
+        that are not done have not done anything for `idle_limit` seconds."""
         agent = self._agent
         first = min((m.info for m in agent.membership.members()), key=lambda info: info.id)
         if agent.info == first:
             self._connect_to_all(deadline)
-        pause: float | None = 0.0
-        # `pause` is the answer to the last report. It is None when all work is done.
-        while pause is not None:
-            time.sleep(pause)
-            if not agent.metrics.wait_until_idle(deadline):
-                return False
+        watch = _Watch(agent, idle_limit)
+        # `answer` is the answer to the last report: the seconds until the next report, a list of
+        # the workers whose reports are missing, or None when all work is done.
+        answer: float | list[int] | None = 0.0
+        while answer is not None:
+            if isinstance(answer, list):
+                self.waits_for = self._names(answer)
+                if watch.ends(answer):
+                    return False
+            else:
+                time.sleep(answer)
+            while not agent.metrics.wait_until_idle(min(deadline, watch.next_look)):
+                self.waits_for = [agent.info.name]
+                if time.monotonic() >= deadline or watch.ends([agent.info.id]):
+                    return False
             began = time.monotonic()
             try:
                 left = max(0.05, deadline - began)
-                pause = agent.sender.request(
+                answer = agent.sender.request(
                     first, Kind.BARRIER, agent.metrics.traffic(), left
                 ).wait()
             except CallError as error:
@@ -83,10 +115,13 @@ class ShutdownBarrier:
                 # Only the connection may have failed. If the first worker has not left and is not
                 # lost, it still needs the report.
                 agent.liveness.suspect(first, began)
-                pause = _PAUSE_SECONDS
+                answer = _PAUSE_SECONDS
         if agent.info == first:
             self._wait_for_others_to_end(deadline)
         return True
+
+    def _names(self, worker_ids: Iterable[int]) -> list[str]:
+        return [self._agent.peers.find(worker_id).info.name for worker_id in worker_ids]
 
     def _connect_to_all(self, deadline: float) -> None:
         """Connect to all workers and send them heartbeats, to notice if one of them is lost."""
@@ -106,7 +141,7 @@ class ShutdownBarrier:
     def _wait_for_others_to_end(self, deadline: float) -> None:
         """Wait until the other workers have left. Before that, one of them may still wait for this
         worker's answer to its last report."""
-        others = {m.info.id for m in self._agent.membership.members()} - {self._agent.info.id}
+        others = self._member_ids() - {self._agent.info.id}
         with self._changed:
             self._changed.wait_for(
                 lambda: all(map(self._agent.liveness.is_gone, others)),
@@ -116,7 +151,28 @@ class ShutdownBarrier:
     def _serve_report(self, request: Request) -> None:
         with self._lock:
             self._reports[request.caller.id] = (request.decode(), request)
+            needs_timer, self._notice_is_due = not self._notice_is_due, True
+        if needs_timer:
+            self._agent.timers.call_later(_NOTICE_SECONDS, self._give_notice)
         self._conclude()
+
+    def _give_notice(self) -> None:
+        """Answer the reports of the workers that wait: tell them which reports are missing."""
+        with self._lock:
+            self._notice_is_due = False
+            missing = sorted(self._missing())
+            waiting = [request for _, request in self._reports.values()]
+            self._reports = {}
+        for request in waiting:
+            request.answer(missing)
+
+    def _member_ids(self) -> set[int]:
+        return {member.info.id for member in self._agent.membership.members()}
+
+    def _missing(self) -> list[int]:
+        """Return the ids of the workers that are not gone and have not reported in this round."""
+        is_gone = self._agent.liveness.is_gone
+        return [i for i in self._member_ids() - self._reports.keys() if not is_gone(i)]
 
     def _note_gone(self, _info: WorkerInfo) -> None:
         if not self._agent.membership.fixed:
@@ -129,10 +185,7 @@ class ShutdownBarrier:
         """Answer the reports of a round when every worker that is not lost has sent one. The answer
         is None if all work is done, else the pause in seconds before the next report."""
         with self._lock:
-            if not self._reports:
-                return
-            members = {member.info.id for member in self._agent.membership.members()}
-            if not all(map(self._agent.liveness.is_gone, members - self._reports.keys())):
+            if not self._reports or self._missing():
                 return
             answered = [request for _, request in self._reports.values()]
             reports = {worker: report for worker, (report, _) in self._reports.items()}
@@ -154,3 +207,73 @@ def _balanced(reports: dict[int, _Report]) -> bool:
     if len(known) < len(reports):
         return True
     return sum(sent for sent, _ in known) == sum(received for _, received in known)
+
+
+class _Activity(NamedTuple):
+    """What one worker has done so far. If it changes, the worker still works."""
+
+    #: (calls sent, calls received), as in a report.
+    traffic: tuple[int, int] | None
+    #: How many calls of this worker wait for an answer.
+    open_calls: int
+    #: The processor time that the process has used, in seconds.
+    processor_seconds: float
+
+
+def _activity_of(agent: Agent) -> tuple[object, ...]:
+    metrics = agent.metrics
+    return tuple(_Activity(metrics.traffic(), metrics.open_calls(), time.process_time()))
+
+
+class _Watch:
+    """Watches the workers for which a shutdown waits: logs who they are, and notices when they have
+    stopped working."""
+
+    def __init__(self, agent: Agent, idle_limit: float):
+        self._agent = agent
+        self._idle_limit = idle_limit
+        self._start = self._last_look = self._active_at = time.monotonic()
+        self._pause = _FIRST_LOOK_SECONDS
+        self._known: dict[int, _Activity] = {}
+        self.next_look = self._start + self._pause
+
+    def ends(self, workers: list[int]) -> bool:
+        """Return whether it is useless to wait for these workers any longer. Look at them only when
+        the time for the next look has come."""
+        now = time.monotonic()
+        if now < self.next_look:
+            return False
+        if self._look(workers, now - self._last_look):
+            self._active_at = now
+        self._pause = min(2 * self._pause, _MAX_LOOK_SECONDS)
+        self._last_look, self.next_look = now, now + self._pause
+        idle = now - self._active_at
+        logger.warning(
+            "worker %s has waited for %.0f s in shutdown(), for %s to call shutdown() or to finish "
+            "calls%s",
+            self._agent.info.name,
+            now - self._start,
+            ", ".join(self._agent.peers.find(worker).info.name for worker in workers) or "no one",
+            f"; nothing has happened there for {idle:.0f} s" if idle else "",
+        )
+        return idle >= self._idle_limit
+
+    def _look(self, workers: list[int], seconds: float) -> bool:
+        """Return whether one of these workers has worked in the last `seconds`."""
+        send = self._agent.sender.request
+        asked = {worker: send(worker, Kind.ACTIVITY, None, _ANSWER_SECONDS) for worker in workers}
+        works = False
+        for worker, future in asked.items():
+            try:
+                after = _Activity(*future.wait())
+            except CallError:
+                continue  # The worker is lost or frozen. The barrier will leave it out.
+            before = self._known.get(worker)
+            self._known[worker] = after
+            works |= (
+                before is None
+                or after.open_calls > 0
+                or after.traffic != before.traffic
+                or after.processor_seconds - before.processor_seconds >= _BUSY_SHARE * seconds
+            )
+        return works

@@ -59,6 +59,7 @@ class Kind(enum.IntEnum):
     HEARTBEAT = 40
     BARRIER = 41
     FAREWELL = 42
+    ACTIVITY = 43
 
 
 def kind_name(kind: int) -> str:

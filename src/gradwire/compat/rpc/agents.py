@@ -13,6 +13,7 @@ from typing import Any
 from gradwire._core import current
 from gradwire._core.ids import WorkerInfo
 from gradwire._core.runtime import Runtime
+from gradwire.compat.rpc.gathering import LONGEST_WAIT_SECONDS
 from gradwire.errors import NotInitializedError
 from gradwire.options import UNSET_TIMEOUT, seconds
 
@@ -72,7 +73,7 @@ class TensorPipeAgent(RpcAgent):
 
     def join(self, shutdown: bool = False, timeout: float = 0) -> None:  # noqa: ARG002
         """Wait until the whole group has finished its work."""
-        self.runtime.wait_for_group(timeout)
+        self.runtime.wait_for_group(timeout or LONGEST_WAIT_SECONDS)
 
     def sync(self) -> None:
         """Do nothing. In torch, this method waits until all messages are sent. gradwire sends at

@@ -13,7 +13,9 @@ from collections import Counter, defaultdict
 from dataclasses import dataclass, field
 from typing import Any
 
-from gradwire._core.runtime import SHUTDOWN_SECONDS
+#: Without a timeout, a shutdown and other gatherings wait at most this long, whether the other
+#: workers work or not.
+LONGEST_WAIT_SECONDS = 3600.0
 
 
 @dataclass
@@ -71,7 +73,7 @@ class Gatherings:
         the values that have arrived so far."""
         with self._lock:
             state = self._states[gathering_id]
-        state.proceed_signal.wait(timeout or SHUTDOWN_SECONDS)
+        state.proceed_signal.wait(timeout or LONGEST_WAIT_SECONDS)
         with self._lock:  # Return a copy, because more values can arrive after a timeout.
             return dict(state.gathered_objects)
 
