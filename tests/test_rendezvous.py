@@ -181,7 +181,7 @@ def try_to_join(name: str, rank: int, size: int | None, place: str, **options: A
         worker = gradwire.Worker(name, rank, size, given)
     except SetupError as error:
         return str(error)
-    worker.shutdown(graceful=False)
+    worker.shutdown(timeout=PATIENCE / 2)
     return "joined"
 
 

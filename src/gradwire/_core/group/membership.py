@@ -26,7 +26,7 @@ from gradwire._core.group.token_file import TokenFile, check_file_store, read_to
 from gradwire._core.ids import WorkerInfo
 from gradwire._core.transport.base import Address, Greeting, Transport
 from gradwire._core.transport.tcp import is_loopback
-from gradwire.errors import AuthenticationError, SetupError
+from gradwire.errors import AuthenticationError, GradwireError, SetupError
 
 #: A worker that has no id yet gives this id in its greeting, the first message on a connection.
 _NO_ID = -1
@@ -50,6 +50,8 @@ _LINGER_SECONDS = 2.0
 _LINGER_PAUSE_SECONDS = 0.01
 #: After its connection was cut, a query to the store ends within this time.
 _CUT_SECONDS = 2.0
+
+_SEE_HOST = "See the output of the process that hosts it, which is mostly that of rank 0"
 
 T = TypeVar("T")
 
@@ -230,8 +232,8 @@ class StoreMembership:
     - `ids` and `more-ids`: counters that give ids to workers without a rank, and to workers that
       join again;
     - `failed`: a counter of the workers of a fixed group that could not join;
-    - `joined`: a counter of the workers that have joined;
-    - `joined/<number>`: the id of each of these workers, to list the members of an open group.
+    - `joined`: a counter of the workers that have joined an open group;
+    - `joined/<number>`: the id of each of these workers, to list the members.
 
     The workers of a group of fixed size may use the same store again after a shutdown. The next
     `size` workers that connect to the store then form a new group.
@@ -383,8 +385,10 @@ class StoreMembership:
         info = member.info
         self._claim(f"name/{info.name}", f"worker name {info.name!r}", member)
         self._claim(f"member/{info.id}", f"worker id {info.id}", member)
-        self._set(f"joined/{self._count('joined')}", str(info.id))
-        for worker_id in range(self._size or 0):
+        if self._size is None:
+            self._set(f"joined/{self._count('joined')}", str(info.id))
+            return
+        for worker_id in range(self._size):
             text = self._get(f"member/{worker_id}", f"the worker of rank {worker_id}")
             self._known[worker_id] = Member.from_json(text)
 
@@ -481,7 +485,7 @@ class StoreMembership:
             if time.monotonic() < self._deadline:
                 raise SetupError(
                     f"the rendezvous store ended while this worker waited for {writer}: {error}. "
-                    "See what the process that hosts it says, which is mostly that of rank 0"
+                    + _SEE_HOST
                 ) from error
             hint = "Is it running, with the same init_method and world_size?"
             if self._group:
@@ -502,6 +506,12 @@ class StoreMembership:
             raise SetupError(
                 f"the rendezvous store has not answered within {self._timeout:g} s: the process "
                 "that hosts it, which is mostly that of rank 0, is frozen or cannot be reached"
+            ) from error
+        except RuntimeError as error:
+            if isinstance(error, GradwireError):
+                raise
+            raise SetupError(
+                f"the rendezvous store ended while this worker joined: {error}. {_SEE_HOST}"
             ) from error
 
     def _set(self, key: str, value: str) -> None:
