@@ -447,8 +447,12 @@ def other_machine() -> Iterator[tuple[str, str]]:
 
 
 def test_another_machine_cannot_reach_the_store_of_a_group_on_loopback(
-    other_machine: tuple[str, str],
+    other_machine: tuple[str, str], tmp_path: Path
 ) -> None:
+    def be_host() -> None:
+        tempfile.tempdir = str(tmp_path)
+        try_to_join("host", 0, 2, f"tcp://127.0.0.1:{port}")
+
     name, address = other_machine
     connect = "import socket, sys; socket.create_connection((sys.argv[1], int(sys.argv[2])), 10)"
 
@@ -460,9 +464,6 @@ def test_another_machine_cannot_reach_the_store_of_a_group_on_loopback(
 
     with socket.create_server((address, 0)) as control:
         assert reaches(control.getsockname()[1])
-    with free_port() as port:
-        host = partial(try_to_join, "host", 0, 2, f"tcp://127.0.0.1:{port}")
-        with processes(host) as (process,):
-            read_token_key(port)
-            assert not reaches(port)
-            process.kill()
+    with free_port() as port, processes(be_host):
+        read_token_key(port)
+        assert not reaches(port)
