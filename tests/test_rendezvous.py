@@ -50,6 +50,13 @@ def over_tcp(rank: int, port: int) -> Callable[[], str]:
     return lambda: greet(rank, rank=rank, world_size=2, rpc_backend_options=options)
 
 
+def over_tcp_without_libuv(rank: int, port: int) -> Callable[[], str]:
+    """Torch's other kind of store does not wake workers that wait for a `compare_set`."""
+    place = f"tcp://127.0.0.1:{port}?use_libuv=0"
+    options = rpc.Options(init_method=place, init_timeout=PATIENCE / 2)
+    return lambda: greet(rank, rank=rank, world_size=2, rpc_backend_options=options)
+
+
 def by_environment(rank: int, port: int) -> Callable[[], str]:
     def run() -> str:
         os.environ |= {
@@ -63,7 +70,7 @@ def by_environment(rank: int, port: int) -> Callable[[], str]:
     return run
 
 
-@pytest.mark.parametrize("body", [over_tcp, by_environment])
+@pytest.mark.parametrize("body", [over_tcp, over_tcp_without_libuv, by_environment])
 def test_a_rendezvous_works_over_tcp_and_through_the_environment(
     body: Callable[[int, int], Callable[[], str]],
 ) -> None:

@@ -229,6 +229,8 @@ class StoreMembership:
       it (see `token_file`);
     - `member/<id>` and `name/<name>`: the entry of a member. After the member has left, their
       values are `_LEFT` and the empty string;
+    - `here/<id>`: written after the entry of a member of a fixed group. The others wait for this
+      key, because one kind of torch's stores does not wake those that wait for a `compare_set`;
     - `ids` and `more-ids`: counters that give ids to workers without a rank, and to workers that
       join again;
     - `failed`: a counter of the workers of a fixed group that could not join;
@@ -298,6 +300,7 @@ class StoreMembership:
             for worker_id in range(size):
                 key = f"gradwire/{group}/member/{worker_id}"
                 self._replace(key, "", json.dumps({"refused": why}))
+                self._store.set(f"gradwire/{group}/here/{worker_id}", "")
 
     def _let_others_fail(self, group: int, rank: int, expected: Callable[[], int]) -> None:
         """Call this before joining fails. On the worker of rank 0, which mostly hosts the store,
@@ -341,7 +344,8 @@ class StoreMembership:
             else:
                 self._set("token", token)
             return token
-        text = self._get("token", "the worker that creates the group's token").decode()
+        self._await("token", "the worker that creates the group's token")
+        text: str = self._store.get(f"{self._prefix}/token").decode()
         return text if file is not None else read_token_file(text)
 
     def choose_id(self, name: str, rank: int, is_gone: Callable[[Member], bool]) -> int:
@@ -388,8 +392,10 @@ class StoreMembership:
         if self._size is None:
             self._set(f"joined/{self._count('joined')}", str(info.id))
             return
+        self._set(f"here/{info.id}", "")
         for worker_id in range(self._size):
-            text = self._get(f"member/{worker_id}", f"the worker of rank {worker_id}")
+            self._await(f"here/{worker_id}", f"the worker of rank {worker_id}")
+            text = self._store.get(f"{self._prefix}/member/{worker_id}")
             self._known[worker_id] = Member.from_json(text)
 
     def _claim(self, place: str, what: str, member: Member) -> None:
@@ -472,15 +478,12 @@ class StoreMembership:
         """Add `by` to a counter in the store, and return the new value."""
         return int(self._store.add(f"{self._prefix}/{key}", by))
 
-    def _get(self, key: str, writer: str) -> bytes:
-        """Wait until a worker has written a key, and return its value. `writer` describes that
-        worker in the error message."""
-        key = f"{self._prefix}/{key}"
+    def _await(self, key: str, writer: str) -> None:
+        """Wait until a worker has written a key. `writer` describes that worker in the error
+        message."""
         left = max(0.001, self._deadline - time.monotonic())
         try:
-            self._store.wait([key], timedelta(seconds=left))
-            value: bytes = self._store.get(key)
-            return value
+            self._store.wait([f"{self._prefix}/{key}"], timedelta(seconds=left))
         except Exception as error:
             if time.monotonic() < self._deadline:
                 raise SetupError(
