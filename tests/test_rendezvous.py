@@ -24,7 +24,7 @@ from torch.distributed.rendezvous import register_rendezvous_handler
 import gradwire
 from gradwire import rpc
 from gradwire._core.group import rendezvous
-from gradwire._core.group.token_file import read_token_file
+from gradwire._core.group.made_up_token import read_made_up_token
 from gradwire.errors import SetupError
 from gradwire.launch import free_port
 from tests.processes import PATIENCE, freeze, processes, rendezvous_file
@@ -370,7 +370,7 @@ def as_nobody(body: Callable[[], Any]) -> Callable[[], Any]:
 
 def read_token_key(port: int) -> str:
     store, _, _ = rendezvous.open_store(f"tcp://127.0.0.1:{port}", 1, 2, PATIENCE)
-    store.wait(["gradwire/0/token"])
+    store.wait(["gradwire/0/here/token"])
     return str(store.get("gradwire/0/token").decode())
 
 
@@ -378,7 +378,7 @@ def fail_to_read(path: str) -> str:
     with pytest.raises(PermissionError):
         Path(path).read_text()
     with pytest.raises(SetupError) as error:
-        read_token_file(path)
+        read_made_up_token(path)
     return str(error.value)
 
 
@@ -407,9 +407,9 @@ def test_a_token_file_that_another_user_can_write_is_refused(tmp_path: Path) -> 
     wide.write_text("chosen by a stranger")
     for path in (wide, tmp_path / "secret", tmp_path / "gradwire-token-missing"):
         with pytest.raises(SetupError, match=r"cannot read the token .* the option token"):
-            read_token_file(str(path))
+            read_made_up_token(str(path))
     wide.chmod(0o600)
-    assert read_token_file(str(wide)) == "chosen by a stranger"
+    assert read_made_up_token(str(wide)) == "chosen by a stranger"
 
 
 def test_the_file_of_a_store_is_private_or_gets_no_made_up_token(tmp_path: Path) -> None:
@@ -419,7 +419,7 @@ def test_the_file_of_a_store_is_private_or_gets_no_made_up_token(tmp_path: Path)
     assert stat.S_IMODE(new.stat().st_mode) == 0o600
     wide.touch(0o644)
     text = try_to_join("alone", 0, 1, f"file://{wide}")
-    assert "lets other users read it" in text
+    assert "is open to other users" in text
     assert "chmod 600" in text
     assert not wide.read_bytes().count(b"token")
     given = tmp_path / "given"

@@ -66,7 +66,7 @@ def token_from_file(path: str | os.PathLike[str], source: str) -> str:
     what = f"the token file {os.fspath(path)!r} ({source})"
     try:
         with open(path, "rb", opener=_open_at_once) as file:
-            _check_file(os.fstat(file.fileno()), what)
+            check_private_file(os.fstat(file.fileno()), what)
             content = file.read(_MAX_FILE_BYTES + 1)
     except OSError as error:
         raise SetupError(f"{what} cannot be read: {error.strerror}") from None
@@ -84,7 +84,8 @@ def _open_at_once(path: str, flags: int) -> int:
     return os.open(path, flags | getattr(os, "O_NONBLOCK", 0))
 
 
-def _check_file(status: os.stat_result, what: str) -> None:
+def check_private_file(status: os.stat_result, what: str) -> None:
+    """Raise SetupError if other users can read or write a file. `what` names the file."""
     if not stat.S_ISREG(status.st_mode):
         raise SetupError(f"{what} is not a regular file")
     if os.name != "posix":

@@ -20,9 +20,13 @@ from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import cache
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Any, NoReturn, Protocol, TypeVar
 
-from gradwire._core.group.token_file import TokenFile, check_file_store, read_token_file
+from gradwire._core.group.made_up_token import (
+    MadeUpTokenFile,
+    check_store_file,
+    read_made_up_token,
+)
 from gradwire._core.ids import WorkerInfo
 from gradwire._core.transport.base import Address, Greeting, Transport
 from gradwire._core.transport.tcp import is_loopback
@@ -88,7 +92,7 @@ class Member:
     def from_json(cls, text: str | bytes) -> Member:
         entry = json.loads(text)
         if isinstance(entry, dict):
-            raise SetupError(f"the group cannot be formed: {entry['refused']}")
+            raise _refusal(entry["refused"])
         name, worker_id, incarnation, addresses, machine = entry
         places = tuple(Address(*address) for address in addresses)
         return cls(WorkerInfo(name, worker_id), incarnation, places, machine)
@@ -112,6 +116,10 @@ def is_valid_here(member: Member, address: Address) -> bool:
     member's machine."""
     is_local = address.transport != "tcp" or is_loopback(address.place.split("|")[0])
     return not is_local or member.machine == this_machine()
+
+
+def _refusal(why: str) -> SetupError:
+    return SetupError(f"the group cannot be formed: {why}")
 
 
 def is_gone(member: Member, transports: Sequence[Transport]) -> bool:
@@ -226,11 +234,10 @@ class StoreMembership:
     - `kind`: "open", or the size that the first worker gave, and its rank (without a prefix);
     - `arrivals`: a counter of the workers of fixed groups that use this store (without a prefix);
     - `token`: the secret of the group if no worker was given one, or the path of the file that has
-      it (see `token_file`);
+      it (see `made_up_token`);
     - `member/<id>` and `name/<name>`: the entry of a member. After the member has left, their
       values are `_LEFT` and the empty string;
-    - `here/<id>`: written after the entry of a member of a fixed group. The others wait for this
-      key, because one kind of torch's stores does not wake those that wait for a `compare_set`;
+    - `here/<key>`: written after `<key>`, for those that wait for it (see `_put_if_missing`);
     - `ids` and `more-ids`: counters that give ids to workers without a rank, and to workers that
       join again;
     - `failed`: a counter of the workers of a fixed group that could not join;
@@ -258,13 +265,17 @@ class StoreMembership:
         self._known: dict[int, Member] = {}
         #: Workers are numbered as they join. These are the numbers of the members that have left.
         self._left: set[int] = set()
-        self._token_file: TokenFile | None = None
+        self._token_file: MadeUpTokenFile | None = None
         #: Fixed groups that use the same store one after the other are numbered.
-        self._group = self._before_deadline(self._arrive, rank)
-        self._prefix = f"gradwire/{self._group}"
+        self._group = 0
+        self._prefix = "gradwire/0"
+        #: When joining fails, the worker of rank 0 waits until this many workers have failed. None:
+        #: all that have arrived.
+        self._expected_failures: int | None = None
+        self._join_step(rank, self._arrive, rank)
 
-    def _arrive(self, rank: int) -> int:
-        """Return the number of the group. Raise SetupError if this worker and the others do not
+    def _arrive(self, rank: int) -> None:
+        """Find out the number of the group. Raise SetupError if this worker and the others do not
         mean the same group."""
         kind = "open" if self._size is None else f"{self._size} {rank}"
         agreed = self._replace("gradwire/kind", "", kind)
@@ -274,7 +285,7 @@ class StoreMembership:
                 "supported. Give all workers a world_size, or none"
             )
         if self._size is None:
-            return 0
+            return
         size, first = map(int, agreed.split())
         why = None
         if self._size != size:
@@ -286,35 +297,42 @@ class StoreMembership:
             why = f"rank {rank} is not below the world_size of {size}"
         # A worker that is refused does not count as one that has arrived.
         arrived = int(self._store.add("gradwire/arrivals", 1 if why is None else 0))
-        group = max(arrived - 1, 0) // size
+        self._group = max(arrived - 1, 0) // size
+        self._prefix = f"gradwire/{self._group}"
         if why is not None:
-            self._refuse(group, size, why)
-            self._let_others_fail(group, rank, lambda: size)
-            raise SetupError(f"the group cannot be formed: {why}")
-        return group
+            self._expected_failures = size
+            self._refuse(size, why)
 
-    def _refuse(self, group: int, size: int, why: str) -> None:
-        """Make joining fail on all workers of the fixed group that wait for other workers or are
-        still to come. A group that is complete is not disturbed."""
-        with contextlib.suppress(Exception):  # The store may have ended.
-            for worker_id in range(size):
-                key = f"gradwire/{group}/member/{worker_id}"
-                self._replace(key, "", json.dumps({"refused": why}))
-                self._store.set(f"gradwire/{group}/here/{worker_id}", "")
+    def _refuse(self, size: int, why: str) -> NoReturn:
+        """Make joining fail on this worker, and on all workers of the fixed group that wait for
+        other workers or are still to come. A group that is complete is not disturbed."""
+        with contextlib.suppress(RuntimeError):  # The store may have ended.
+            for key in ("token", *(f"member/{worker_id}" for worker_id in range(size))):
+                self._put_if_missing(key, json.dumps({"refused": why}))
+        raise _refusal(why)
 
-    def _let_others_fail(self, group: int, rank: int, expected: Callable[[], int]) -> None:
-        """Call this before joining fails. On the worker of rank 0, which mostly hosts the store,
-        this waits until the expected number of workers has failed, this one included, because they
-        learn the reason from the store."""
-        with contextlib.suppress(Exception):  # The store may have ended.
-            failed = int(self._store.add(f"gradwire/{group}/failed", 1))
-            end = time.monotonic() + _LINGER_SECONDS
-            while rank == 0 and failed < expected() and time.monotonic() < end:
-                time.sleep(_LINGER_PAUSE_SECONDS)
-                failed = int(self._store.add(f"gradwire/{group}/failed", 0))
+    def _join_step(self, rank: int, query: Callable[..., T], *args: Any) -> T:
+        """Return the result of a query that is a step of joining. When it fails, the worker of rank
+        0, which mostly hosts the store, lets the others fail first, because they learn the reason
+        from the store."""
+        try:
+            return self._before_deadline(query, *args)
+        except SetupError:
+            if self.fixed:
+                with contextlib.suppress(TimeoutError, RuntimeError):  # The store may have ended.
+                    within(_LINGER_SECONDS + _GRACE_SECONDS, self._let_others_fail, rank)
+            raise
 
-    def _count_arrived(self) -> int:
-        """Return how many workers of this worker's fixed group have arrived at the store."""
+    def _let_others_fail(self, rank: int) -> None:
+        failed = self._count("failed")
+        end = time.monotonic() + _LINGER_SECONDS
+        while rank == 0 and failed < self._count_expected() and time.monotonic() < end:
+            time.sleep(_LINGER_PAUSE_SECONDS)
+            failed = self._count("failed", 0)
+
+    def _count_expected(self) -> int:
+        if self._expected_failures is not None:
+            return self._expected_failures
         size = self._size or 0
         arrived = int(self._store.add("gradwire/arrivals", 0))
         return min(arrived - self._group * size, size)
@@ -323,13 +341,13 @@ class StoreMembership:
         """Return the token of the group. If none is given, one worker creates a random token."""
         if token is not None:
             return token
-        return self._before_deadline(self._make_or_read_token, rank)
+        return self._join_step(rank, self._make_or_read_token, rank)
 
     def _make_or_read_token(self, rank: int) -> str:
         # Only a FileStore has this attribute.
         file: str | None = getattr(self._store, "path", None)
         if file is not None:
-            check_file_store(file)
+            check_store_file(file)
         if file is not None and not self.fixed:
             is_maker = self._count("token-maker") == 1
         else:
@@ -339,14 +357,12 @@ class StoreMembership:
         if is_maker:
             token = secrets.token_hex(32)
             if file is None:
-                self._token_file = TokenFile(token)
-                self._set("token", self._token_file.path)
-            else:
-                self._set("token", token)
-            return token
-        self._await("token", "the worker that creates the group's token")
-        text: str = self._store.get(f"{self._prefix}/token").decode()
-        return text if file is not None else read_token_file(text)
+                self._token_file = MadeUpTokenFile(token)
+            self._put_if_missing("token", self._token_file.path if self._token_file else token)
+        text = self._get_put("token", "the worker that creates the group's token")
+        if text.startswith("{"):
+            raise _refusal(json.loads(text)["refused"])
+        return text if file is not None else read_made_up_token(text)
 
     def choose_id(self, name: str, rank: int, is_gone: Callable[[Member], bool]) -> int:
         if self.fixed:
@@ -371,15 +387,11 @@ class StoreMembership:
 
     def join(self, member: Member) -> None:
         try:
-            self._before_deadline(self._join, member)
-        except BaseException as error:
+            self._join_step(member.info.id, self._join, member)
+        except BaseException:
             # Before the error, the worker's name may have been written to the store. In an open
             # group, `leave` removes the name.
             self.leave(member)
-            if self._size is not None and isinstance(error, SetupError):
-                fail, rank = self._let_others_fail, member.info.id
-                with contextlib.suppress(TimeoutError):
-                    within(_STORE_SECONDS, fail, self._group, rank, self._count_arrived)
             raise
         finally:
             if self.fixed and self._token_file is not None:
@@ -392,17 +404,15 @@ class StoreMembership:
         if self._size is None:
             self._set(f"joined/{self._count('joined')}", str(info.id))
             return
-        self._set(f"here/{info.id}", "")
         for worker_id in range(self._size):
-            self._await(f"here/{worker_id}", f"the worker of rank {worker_id}")
-            text = self._store.get(f"{self._prefix}/member/{worker_id}")
+            text = self._get_put(f"member/{worker_id}", f"the worker of rank {worker_id}")
             self._known[worker_id] = Member.from_json(text)
 
     def _claim(self, place: str, what: str, member: Member) -> None:
         """Write a member's entry to the key `place`. Raise SetupError if another worker's entry is
         there already. `what` describes the key in the error message."""
         entry = member.to_json()
-        current = self._replace(f"{self._prefix}/{place}", "", entry)
+        current = self._put_if_missing(place, entry)
         if current == entry:
             return
         if current == _LEFT:
@@ -411,10 +421,9 @@ class StoreMembership:
         why = f"{what} is not unique: {holder.info} and {member.info} both want it"
         if self._size is not None:
             # The worker that has this id, and those that wait for it, must not take it for valid.
-            with contextlib.suppress(Exception):  # The store may have ended.
+            with contextlib.suppress(RuntimeError):  # The store may have ended.
                 self._set(f"member/{member.info.id}", json.dumps({"refused": why}))
-            self._refuse(self._group, self._size, why)
-            raise SetupError(f"the group cannot be formed: {why}")
+            self._refuse(self._size, why)
         raise SetupError(
             f"{why}, and {holder.info.name!r} may still be running. If that worker is frozen, or "
             "its machine is lost, give this one another"
@@ -478,12 +487,23 @@ class StoreMembership:
         """Add `by` to a counter in the store, and return the new value."""
         return int(self._store.add(f"{self._prefix}/{key}", by))
 
-    def _await(self, key: str, writer: str) -> None:
-        """Wait until a worker has written a key. `writer` describes that worker in the error
-        message."""
+    def _put_if_missing(self, key: str, value: str) -> str:
+        """Set a key if it is missing, and return the value that it has then. In a fixed group, also
+        wake the workers that wait for it: one kind of torch's stores does not wake those that wait
+        for the key of a `compare_set`."""
+        current = self._replace(f"{self._prefix}/{key}", "", value)
+        if self.fixed or key == "token":
+            self._set(f"here/{key}", "")
+        return current
+
+    def _get_put(self, key: str, writer: str) -> str:
+        """Wait until a worker has set a key with `_put_if_missing`, and return the value. `writer`
+        describes that worker in the error message."""
         left = max(0.001, self._deadline - time.monotonic())
         try:
-            self._store.wait([f"{self._prefix}/{key}"], timedelta(seconds=left))
+            self._store.wait([f"{self._prefix}/here/{key}"], timedelta(seconds=left))
+            value: str = self._store.get(f"{self._prefix}/{key}").decode()
+            return value
         except Exception as error:
             if time.monotonic() < self._deadline:
                 raise SetupError(

@@ -10,19 +10,17 @@ from __future__ import annotations
 
 import contextlib
 import os
-import stat
 import tempfile
 import weakref
 
+from gradwire._core.token import check_private_file, token_from_file
 from gradwire.errors import SetupError
 
 _PREFIX = "gradwire-token-"
-_GIVE_A_TOKEN = (
-    "Give all workers the same secret with the option token or the variable GRADWIRE_TOKEN"
-)
+_ADVICE = "Give all workers the same secret with the option token or the variable GRADWIRE_TOKEN"
 
 
-class TokenFile:
+class MadeUpTokenFile:
     """A temporary file with the token of a group. Only the user of this process can read it."""
 
     def __init__(self, token: str):
@@ -42,45 +40,29 @@ def _remove(path: str, owner: int) -> None:
             os.unlink(path)
 
 
-def read_token_file(path: str) -> str:
-    """Return the token in a file that another worker has written. Raise SetupError if the file is
-    not there, or if another user could have written it."""
+def read_made_up_token(path: str) -> str:
+    """Return the token in the file of a `MadeUpTokenFile`. Raise SetupError if the file is not
+    there, or if another user could have written it: anybody may have put the path into the
+    store."""
     try:
         if not os.path.basename(path).startswith(_PREFIX):
-            raise PermissionError(f"{path!r} is not a token file")
-        # Anybody may have written the path into the store. So the path must not lead to something
-        # that blocks, and the file must be one that only this user can write.
-        descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0))
-        with open(descriptor) as file:
-            if not _is_private(os.fstat(descriptor)):
-                raise PermissionError(f"other users can use the file {path!r}")
-            return file.read()
-    except OSError as error:
+            raise SetupError(f"{path!r} is not the name of such a file")
+        return token_from_file(path, "named by the rendezvous store")
+    except SetupError as error:
         raise SetupError(
             "this worker cannot read the token that the first worker of the group has made up: "
             f"{error}. A made-up token reaches workers of the same user on the same machine only. "
-            + _GIVE_A_TOKEN
+            + _ADVICE
         ) from error
 
 
-def check_file_store(path: str) -> None:
+def check_store_file(path: str) -> None:
     """Raise SetupError if other users can read or write the file of a `file://` store, so that a
     made-up token must not be written there."""
-    if not _is_private(os.stat(path)):
+    try:
+        check_private_file(os.stat(path), f"the file {path!r} of the rendezvous store")
+    except SetupError as error:
         raise SetupError(
-            f"the file {path!r} of the rendezvous store belongs to another user, or its mode lets "
-            "other users read it, so the group's token must not be made up and written there. Name "
-            "a file that does not exist yet, or take the permissions away (chmod 600). Or: "
-            + _GIVE_A_TOKEN
-        )
-
-
-def _is_private(status: os.stat_result) -> bool:
-    """Return whether this is a file that only the user of this process can read and write."""
-    if not hasattr(os, "geteuid"):
-        return True  # Windows has no such modes; a temporary folder belongs to one user there.
-    return (
-        stat.S_ISREG(status.st_mode)
-        and status.st_uid == os.geteuid()
-        and not stat.S_IMODE(status.st_mode) & 0o077
-    )
+            f"no token may be made up and written to a file that others can read: {error}. Or name "
+            f"a file that does not exist yet. Or: {_ADVICE}"
+        ) from error
