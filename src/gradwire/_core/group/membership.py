@@ -318,6 +318,8 @@ class StoreMembership:
         try:
             return self._before_deadline(query, *args)
         except SetupError:
+            if self._token_file is not None:
+                self._token_file.close()
             if self.fixed:
                 with contextlib.suppress(TimeoutError, RuntimeError):  # The store may have ended.
                     within(_LINGER_SECONDS + _GRACE_SECONDS, self._let_others_fail, rank)
