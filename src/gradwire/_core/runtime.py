@@ -6,6 +6,8 @@ one runtime.
 
 from __future__ import annotations
 
+import logging
+import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -38,11 +40,15 @@ from gradwire._core.wire.codec import Codec
 from gradwire.errors import SetupError
 from gradwire.options import UNSET_TIMEOUT, Options
 
+logger = logging.getLogger("gradwire")
+
 #: If no timeout is given, a shutdown waits for the other workers as long as they work. It gives up
 #: when they have done nothing for this long.
 IDLE_SECONDS = 300.0
 #: A shutdown waits at most this long for functions that are still running on this worker.
 _END_SECONDS = 5.0
+#: After Ctrl-C, when somebody waits for the end of the program, it waits for them this long.
+_INTERRUPTED_END_SECONDS = 0.2
 
 
 class Runtime:
@@ -191,9 +197,19 @@ class Runtime:
                 if graceful:
                     waited = self.wait_for_group(timeout)
             finally:
+                # This is also true if the program calls `shutdown` while it handles Ctrl-C.
+                interrupted = isinstance(sys.exc_info()[1], KeyboardInterrupt)
                 self.ended = True
                 self.rrefs.close()
-                self.agent.close(time.monotonic() + _END_SECONDS)
+                patience = _INTERRUPTED_END_SECONDS if interrupted else _END_SECONDS
+                running = self.agent.close(time.monotonic() + patience)
+                if running and not interrupted:
+                    logger.warning(
+                        "worker %s has shut down while functions were still running on its "
+                        "threads %s",
+                        self.info.name,
+                        ", ".join(running),
+                    )
                 if current.process_default() is self:
                     current.set_process_default(None)
         if not waited:

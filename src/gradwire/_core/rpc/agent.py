@@ -265,13 +265,13 @@ class Agent:
         with contextlib.suppress(OSError):
             self.poller.close()
 
-    def close(self, deadline: float) -> None:
+    def close(self, deadline: float) -> list[str]:
         """Say goodbye to the peers, end all connections and threads, and leave the group. If
-        functions are still running, wait for them, but not longer than until `deadline`. Do not
-        wait for other workers."""
+        functions are still running, wait for them, but not longer than until `deadline`. Return the
+        names of the threads that run functions even then. Do not wait for other workers."""
         with self._lock:
             if self._closing:
-                return
+                return []
             self._closing = True
             server_channels = list(self._server_channels)
         self.peers.close()
@@ -296,11 +296,6 @@ class Agent:
         self.sender.retries.give_up()
         if self.member is not None:
             self.membership.leave(self.member)
-        if running:
-            logger.warning(
-                "worker %s has shut down while functions were still running on its threads %s",
-                self.info.name,
-                ", ".join(running),
-            )
-        else:
+        if not running:
             self.poller.close()
+        return running

@@ -5,9 +5,11 @@ original type, and they log an error that the program never looked at.
 from __future__ import annotations
 
 import asyncio
+import atexit
 import contextvars
 import itertools
 import logging
+import sys
 import weakref
 from collections.abc import Callable, Generator, Iterable
 from functools import partial
@@ -249,6 +251,14 @@ class Future(torch.futures.Future, Generic[T]):  # type: ignore[type-arg]
                 failure.error,
                 exc_info=failure.error,
             )
+
+
+@atexit.register
+def _log_nothing_after_an_interrupt() -> None:
+    """If Ctrl-C has ended the program, its last futures are not logged. The other workers are
+    mostly interrupted too, so that all open calls fail."""
+    if isinstance(getattr(sys, "last_value", None), KeyboardInterrupt):
+        Future._quiet = True
 
 
 def _check_callback(callback: Any) -> None:
