@@ -30,6 +30,7 @@ LAYERS = [
         "_core.current",
         "_core.gpus",
         "_core.ids",
+        "_core.log",
         "_core.token",
         "_core.torch_internals",
         "_core.tracebacks",

@@ -17,6 +17,9 @@ DEFAULT_TIMEOUT = 60.0
 UNSET_TIMEOUT = -1.0
 #: The environment variable that gives the address to listen on if the options do not.
 HOST_VARIABLE = "GRADWIRE_HOST"
+#: The environment variable that gives the level of gradwire's log.
+LOG_LEVEL_VARIABLE = "GRADWIRE_LOG_LEVEL"
+LOG_LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL")
 
 DEFAULT_TRANSPORTS = ("unix", "tcp")
 

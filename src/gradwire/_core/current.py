@@ -32,6 +32,12 @@ def runtime() -> Any:
     return current
 
 
+def worker_name() -> str | None:
+    """Return the name of the current worker, or None if there is none."""
+    current = _current.get() or _process_default
+    return None if current is None else str(current.info.name)
+
+
 def enter(runtime: Any) -> contextvars.Token[Any]:
     """Make `runtime` the current one in this thread or task, until the returned token is passed to
     `leave`."""

@@ -16,7 +16,7 @@ from typing import Any
 
 from torch import Tensor
 
-from gradwire._core import current
+from gradwire._core import current, log
 from gradwire._core.autograd.context import ContextContainer
 from gradwire._core.autograd.context_release import ContextReleases
 from gradwire._core.autograd.copy_on_write import ParameterVersions
@@ -71,6 +71,7 @@ class Runtime:
         membership: Membership | None = None,
         transports: Sequence[Transport] | None = None,
     ):
+        log.set_up(name)
         # `WorkerInfo` raises an error if the name is not allowed. Check the name here, before the
         # worker joins the group.
         WorkerInfo(name, rank)
