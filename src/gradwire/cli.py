@@ -1,6 +1,7 @@
 """The `gradwire` command.
 
 gradwire run -n 4 train.py --epochs 3         start four workers on this machine
+gradwire run --keep-going -n 4 train.py       when one fails, the others go on
 gradwire run --torch -n 4 train.py            the same for a program that uses torch's RPC
 gradwire bench rpc                            measure gradwire against torch's RPC
 gradwire bench autograd                       ... against torch's distributed autograd
@@ -15,12 +16,14 @@ from __future__ import annotations
 import argparse
 import os
 from collections.abc import Sequence
+from threading import TIMEOUT_MAX
 
 from gradwire import bench, launch
 from gradwire._core.token import token_from_environment
 from gradwire._version import __version__
 from gradwire.bench import plots
 from gradwire.errors import SetupError
+from gradwire.options import LOG_LEVELS
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -57,8 +60,8 @@ def _parser() -> argparse.ArgumentParser:
         help="start workers on this machine",
         description="Start N workers of a program on this machine. Each worker finds its rank in "
         "$RANK, and gradwire.rpc.init_rpc(name) finds everything else it needs.",
-        usage="gradwire run -n N [--torch] [--grace SECONDS] [--] (script.py | -m module) "
-        "[arguments...]",
+        usage="gradwire run -n N [--torch] [--keep-going] [--grace SECONDS] [--log-level LEVEL] "
+        "[--] (script.py | -m module) [arguments...]",
     )
     run.add_argument("-n", "--workers", type=_at_least_one, required=True, metavar="N")
     run.add_argument(
@@ -68,10 +71,22 @@ def _parser() -> argparse.ArgumentParser:
     )
     run.add_argument(
         "--grace",
-        type=float,
-        default=launch.GRACE_SECONDS,
+        type=_seconds,
         metavar="SECONDS",
-        help="once a worker has failed, give the others this long to end (default: %(default)g)",
+        help="kill a worker that was asked to end and has not ended after this long (default: "
+        f"{launch.GRACE_SECONDS:g}, but {launch.INTERRUPT_GRACE_SECONDS:g} after Ctrl-C)",
+    )
+    run.add_argument(
+        "--keep-going",
+        action="store_true",
+        help="when a worker fails, leave the others alone; the exit code still tells",
+    )
+    run.add_argument(
+        "--log-level",
+        type=str.upper,
+        choices=LOG_LEVELS,
+        metavar="LEVEL",
+        help="the level of gradwire's log in the workers: debug, info, warning, error or critical",
     )
     run.add_argument("-m", dest="is_module", action="store_true", help="the program is a module")
     run.add_argument("command", nargs=argparse.REMAINDER, help="the program and its arguments")
@@ -140,7 +155,16 @@ def _run(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
         token_from_environment()
     except SetupError as error:
         parser.error(f"run: {error}")
-    return launch.run(command, options.workers, options.grace)
+    return launch.run(
+        command, options.workers, options.grace, options.keep_going, options.log_level
+    )
+
+
+def _seconds(text: str) -> float:
+    number = float(text)
+    if not 0 <= number <= TIMEOUT_MAX:
+        raise argparse.ArgumentTypeError(f"must be a number of seconds, not {text}")
+    return number
 
 
 def _at_least_one(text: str) -> int:
