@@ -323,6 +323,8 @@ class _Supervisor:
         self._grace = grace
         self._keep_going = keep_going
         self._exit_code = 0
+        #: Whether a signal has asked the launcher to end.
+        self._signalled = False
         #: The steps in which the group ends. Each one is a time to wait in seconds, and the signal
         #: that the workers get then.
         self._steps: deque[tuple[float, int]] = deque()
@@ -346,6 +348,10 @@ class _Supervisor:
                 self._note_signal(event)
         if self._exit_code:
             self._say_endings()
+        if self._signalled:
+            # Somebody wants the launcher to end, so it does not wait for an output that nobody
+            # reads.
+            self._output.give_up()
         return self._exit_code
 
     def _time_left(self) -> float:
@@ -365,6 +371,7 @@ class _Supervisor:
         self._output.say(worker.failure() + consequence)
 
     def _note_signal(self, signum: int) -> None:
+        self._signalled = True
         self._exit_code = self._exit_code or 128 + signum
         if self._deadline is not None:
             # A signal while the group ends means that the user does not want to wait.
