@@ -2,7 +2,7 @@
 
 gradwire run -n 4 train.py --epochs 3         start four workers on this machine
 gradwire run --keep-going -n 4 train.py       when one fails, the others go on
-gradwire run --torch -n 4 train.py            the same for a program that uses torch's RPC
+gradwire run --torch -n 4 train.py            run a program written for torch's RPC on gradwire
 gradwire bench rpc                            measure gradwire against torch's RPC
 gradwire bench autograd                       ... against torch's distributed autograd
 gradwire bench programs                       measure whole programs on torch and on gradwire

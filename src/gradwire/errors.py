@@ -113,8 +113,8 @@ class SendTimeout(Exception):
     """A deadline passed before a connection had sent a frame. Only gradwire itself sees this error:
     calls raise `CallTimeout`.
 
-    `withdrawn` tells whether the frame was withdrawn, because no part of it had been sent.
-    Otherwise the connection keeps the unsent part back.
+    `withdrawn` tells whether the frame was withdrawn, because no part of it had been sent. If it is
+    False, a part has been sent, and the connection keeps the rest to send it later.
     """
 
     def __init__(self, *, withdrawn: bool):

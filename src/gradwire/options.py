@@ -31,7 +31,8 @@ def seconds(timeout: float | timedelta) -> float:
     120.0
     """
     value = timeout.total_seconds() if isinstance(timeout, timedelta) else float(timeout)
-    if not value >= 0:  # The test `value < 0` would accept NaN.
+    # The condition is not written `value < 0`, because NaN would then pass as a valid timeout.
+    if not value >= 0:
         raise SetupError(f"a timeout must be a number and not negative; it is {value}")
     # Python cannot wait longer than TIMEOUT_MAX. So a longer timeout becomes 0: no timeout.
     return value if value <= TIMEOUT_MAX else 0.0
@@ -66,7 +67,8 @@ class Options:
     #: these are not set, the workers share a random token through the rendezvous; then they must be
     #: on one machine.
     token: str | None = field(default=None, repr=False)
-    #: The path of a file with the token, which only its owner may read.
+    #: The path of a file that contains the token. The permissions of the file must allow nobody but
+    #: the owner of the file to read it.
     token_file: str | os.PathLike[str] | None = None
     #: The address to listen on, to which other workers connect. None means the value of
     #: $GRADWIRE_HOST or, if that is not set, the loopback address.

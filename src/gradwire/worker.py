@@ -17,8 +17,9 @@ from gradwire._core.runtime import Runtime
 from gradwire._core.transport.base import Transport
 from gradwire.options import UNSET_TIMEOUT
 
-#: One token for each open ``with`` block of this thread or task, the innermost block last. At the
-#: end of a block, its token makes the former worker current again.
+#: The open ``with`` blocks of this thread or task, the innermost block last. Each block has a token
+#: of `contextvars` here. When the block ends, `current.leave` uses this token to make the former
+#: worker the current one again.
 _open_blocks: contextvars.ContextVar[tuple[contextvars.Token[Any], ...]]
 _open_blocks = contextvars.ContextVar("gradwire_blocks", default=())
 
@@ -54,8 +55,8 @@ class Worker:
             name, rank, world_size, options, membership=membership, transports=transports
         )
         self._blocks_lock = threading.Lock()
-        #: How many ``with`` blocks of this worker are open. `cluster` adds one for itself, because
-        #: it ends its workers.
+        #: How many ``with`` blocks of this worker are open. When the number falls to 0, the worker
+        #: shuts down. `gradwire.testing.cluster` adds 1, because it shuts down its workers itself.
         self._blocks = 0
 
     @property
@@ -166,12 +167,14 @@ class Worker:
     # -- the end
 
     def shutdown(self, graceful: bool = True, timeout: float = 0) -> None:
-        """End this worker. In a group of fixed size a graceful shutdown first waits until the
-        work of all workers is done, for at most `timeout` seconds. A timeout of 0 means: as long as
-        the others work. Then the wait ends when they have done nothing for five minutes.
+        """End this worker. In a group of fixed size, a graceful shutdown first waits until the
+        work of all workers is done, for at most `timeout` seconds. With a timeout of 0, the wait
+        has no fixed limit, but it ends if the workers that are not done yet have done nothing for
+        five minutes.
 
         The worker ends even if that wait fails, and leaves no thread, connection or shared memory
-        behind. In a forked child this does nothing, because the worker belongs to the parent.
+        behind. In a forked child process, `shutdown` does nothing, because the worker belongs to
+        the parent process.
 
         >>> worker.shutdown(graceful=False)              # doctest: +SKIP
         """

@@ -39,8 +39,8 @@ def worker_name() -> str | None:
 
 
 def enter(runtime: Any) -> contextvars.Token[Any]:
-    """Make `runtime` the current one in this thread or task, until the returned token is passed to
-    `leave`."""
+    """Make `runtime` the current one in this thread or task, until `leave` is called with the
+    `contextvars.Token` that this function returns."""
     return _current.set(runtime)
 
 

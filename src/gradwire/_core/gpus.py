@@ -9,9 +9,10 @@ def hide_gpus() -> None:
     """Hide the GPUs of this machine from this process and its children. Call this before torch uses
     a GPU.
 
-    In a process that sees a GPU, a backward starts threads of torch for it, also a backward on the
-    CPU. A child that is forked later cannot run a backward. So programs that fork workers hide the
-    GPUs first, unless they measure or test them.
+    If a process sees a GPU, its first backward makes torch start threads for the GPU, even if all
+    tensors are on the CPU. A forked child does not have these threads, so a child that is forked
+    after such a backward cannot run a backward. Programs that fork workers therefore hide the GPUs
+    first, unless they measure or test GPUs.
 
     >>> hide_gpus()
     >>> torch.cuda.device_count()

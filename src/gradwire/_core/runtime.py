@@ -47,7 +47,8 @@ logger = logging.getLogger("gradwire")
 IDLE_SECONDS = 300.0
 #: A shutdown waits at most this long for functions that are still running on this worker.
 _END_SECONDS = 5.0
-#: After Ctrl-C, when somebody waits for the end of the program, it waits for them this long.
+#: After Ctrl-C, a shutdown waits at most this long for functions that are still running, because
+#: the user waits for the end of the program.
 _INTERRUPTED_END_SECONDS = 0.2
 
 
@@ -57,8 +58,8 @@ class Runtime:
 
     #: The class of the remote references (RRefs) that this worker creates.
     rref_type: type[RRef[Any]] = RRef
-    #: Whether results that require gradients, of calls outside of any autograd context, raise an
-    #: error in a backward pass. Otherwise such results are leaves.
+    #: What a backward pass does at a result that requires gradients, if the call was made outside
+    #: of any autograd context. True: the pass raises an error. False: the result is a leaf.
     refuses_unrecorded = True
 
     def __init__(
@@ -198,7 +199,8 @@ class Runtime:
                 if graceful:
                     waited = self.wait_for_group(timeout)
             finally:
-                # This is also true if the program calls `shutdown` while it handles Ctrl-C.
+                # Either Ctrl-C has interrupted `wait_for_group`, or the program calls `shutdown`
+                # while it handles Ctrl-C.
                 interrupted = isinstance(sys.exc_info()[1], KeyboardInterrupt)
                 self.ended = True
                 self.rrefs.close()

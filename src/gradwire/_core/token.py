@@ -21,7 +21,8 @@ MIN_TOKEN_LENGTH = 16
 _ADVICE = 'This makes a good one: python -c "import secrets; print(secrets.token_hex(32))"'
 _MAX_FILE_BYTES = 4096
 
-#: The token that was taken out of the environment of this process.
+#: The value that GRADWIRE_TOKEN had before this process removed the variable from its environment.
+#: None if the variable was never set.
 _taken: str | None = None
 
 
@@ -61,8 +62,8 @@ def token_from_environment() -> str | None:
 
 
 def token_from_file(path: str | os.PathLike[str], source: str) -> str:
-    """Return the token in a file that nobody but its owner can read. `source` says what names the
-    file."""
+    """Return the token in a file that nobody but its owner can read. `source` is for error
+    messages: it says which option or variable, for example, gives the path of the file."""
     what = f"the token file {os.fspath(path)!r} ({source})"
     try:
         with open(path, "rb", opener=_open_at_once) as file:
@@ -80,7 +81,7 @@ def token_from_file(path: str | os.PathLike[str], source: str) -> str:
 
 
 def _open_at_once(path: str, flags: int) -> int:
-    """Open a file. Do not wait for a writer if it is a named pipe."""
+    """Open a file. If the file is a named pipe, do not wait until a process writes to it."""
     return os.open(path, flags | getattr(os, "O_NONBLOCK", 0))
 
 
@@ -89,7 +90,7 @@ def check_private_file(status: os.stat_result, what: str) -> None:
     if not stat.S_ISREG(status.st_mode):
         raise SetupError(f"{what} is not a regular file")
     if os.name != "posix":
-        return  # Elsewhere, the mode does not tell who can read the file.
+        return  # On Windows, the mode does not tell who can read the file.
     if status.st_mode & 0o077:
         raise SetupError(
             f"{what} is open to other users: its mode is {stat.S_IMODE(status.st_mode):03o}. Run "

@@ -68,13 +68,14 @@ pop_saved_tensors_hooks: Callable[[], None] = find("_C._autograd._pop_saved_tens
 
 # -- tensors and storages
 
-#: Returns how many references there are to the storage with this `_cdata`.
+#: Returns how many references there are to a storage. The argument is the attribute `_cdata` of the
+#: storage, which is the address of its C++ object.
 storage_use_count: Callable[[int], int] = find("_C._storage_Use_Count")
 #: Returns a view of a tensor with the negative bit set.
 neg_view: Callable[[Tensor], Tensor] = find("_neg_view")
-#: In a block with this guard, torch does not count in-place changes.
+#: A context manager that turns off parts of torch's dispatcher, which are given as dispatch keys.
 ExcludeDispatchKeys: Any = find("_C._ExcludeDispatchKeyGuard")
-#: The part of torch's dispatcher that counts in-place changes.
+#: The dispatch key under which torch counts the in-place changes of a tensor (`Tensor._version`).
 COUNTING_KEYS: Any = find("_C.DispatchKeySet")(find("_C.DispatchKey.ADInplaceOrView"))
 #: The types of torch's operators.
 OPERATOR_TYPES: frozenset[type] = frozenset(

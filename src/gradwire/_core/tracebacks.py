@@ -1,6 +1,7 @@
 """Tracebacks as a user of gradwire reads them: with the user's frames, and few of gradwire's own.
 
-At the level DEBUG of the logger `gradwire`, all frames are kept.
+Frames of gradwire are *folded*: one line takes the place of several that follow each other. At the
+level DEBUG of the logger `gradwire`, all frames are shown.
 """
 
 from __future__ import annotations
@@ -23,9 +24,10 @@ E = TypeVar("E", bound=BaseException)
 _logger = logging.getLogger("gradwire")
 
 #: The files whose frames are folded. `torch.futures` is among them because gradwire's futures call
-#: it, and gradwire's own frames lie on both sides.
+#: it and it calls gradwire back, so its frames lie between frames of gradwire.
 _OWN_FILES = (os.path.join(os.path.dirname(errors.__file__), ""), str(torch.futures.__file__))
-#: The packages that run user code while they encode and decode values.
+#: The packages with code that encodes and decodes values. A frame of any other package is a frame
+#: of the user's code, for example of a `__reduce__` method.
 _MACHINERY = {"gradwire", "pickle", "copyreg", "importlib", "cloudpickle", "torch"}
 
 
@@ -61,8 +63,9 @@ def trimmed(error: E) -> E:
 
 
 def worth_showing(cause: BaseException) -> BaseException | None:
-    """Return the cause of an error whose text has the text of the cause already. Return None if the
-    traceback of the cause would add nothing: no frame of the user's code, and no traceback from
+    """Return `cause` if its traceback tells the user something, otherwise None. The result becomes
+    the cause of a new error, and the text of that error already contains the text of `cause`. A
+    traceback tells something if it has a frame of the user's code, or comes with a traceback from
     another worker."""
     adds_something = (
         isinstance(cause.__cause__, RemoteTraceback)
@@ -106,7 +109,8 @@ def _fold(formatted: TracebackException | None) -> None:
     context, and so on."""
     while formatted is not None:
         formatted.stack = _FoldedStack(formatted.stack)
-        for inner in getattr(formatted, "exceptions", None) or ():  # of an exception group
+        # Only an exception group has inner exceptions.
+        for inner in getattr(formatted, "exceptions", None) or ():
             _fold(inner)
         _fold(formatted.__context__)
         formatted = formatted.__cause__

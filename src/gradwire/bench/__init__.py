@@ -60,7 +60,9 @@ def main(
     if not chosen.cases:
         names = "".join(f"\n  {case.name}" for case in whole.cases)
         return _usage_error(f"{suite} has no case with {only!r} in its name. Its cases:{names}")
-    hide_gpus()  # The contestants fork workers, and all suites measure the CPU.
+    # The contestants fork workers. After a backward pass in a process that sees a GPU, a process
+    # forked from it cannot run one. No suite needs a GPU, because all suites measure the CPU.
+    hide_gpus()
     conditions = side_by_side.conditions(rounds, quick)
     print(f"{chosen.title}\n{', '.join(f'{k} {v}' for k, v in conditions.items())}\n", flush=True)
     if competitors:

@@ -126,8 +126,9 @@ def _replace(owner: Any, name: str, value: Any) -> None:
 
 class _Replaced(ModuleType):
     """The type of a module of torch while a module of gradwire replaces it. All access to the
-    attributes of torch's module goes to gradwire's module. Torch's functions do not notice this,
-    because a function looks up its global names without the attributes of the module."""
+    attributes of torch's module goes to gradwire's module. The functions of torch's module still
+    find torch's own names, because a function reads its globals from the module's dictionary and
+    not through the module's attributes."""
 
     _replacement: ModuleType
 

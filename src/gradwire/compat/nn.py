@@ -35,7 +35,8 @@ class RemoteModule(gradwire_nn.RemoteModule):
                 "Expect `module_cls(*args, **kwargs)` returns an instance of <class nn.Module>, "
                 f"but {module_cls} is no such class"
             )
-        # In torch too, an error of the constructor is raised when the module is first used.
+        # With `wait=False`, an error of the constructor is raised only when the module is first
+        # used, as in torch.
         super().__init__(remote_device, module_cls, args, kwargs, wait=False)
 
     def __reduce__(self) -> Any:

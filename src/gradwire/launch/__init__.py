@@ -5,10 +5,11 @@ environment variables. Except on Windows, each worker has a process group of its
 operating system, not of `torch.distributed`). When a worker ends, its process group is killed, so
 that the processes that the worker has started end too.
 
-The group ends in steps. When a worker fails, the others have some seconds to fail by themselves,
-because their last words help to find the cause. Those that still run get SIGTERM, and SIGKILL after
-the grace time. When this process gets a signal, it passes the signal on at once, and kills the
-workers after the grace time.
+The group ends in steps. When a worker fails, the other workers first have some seconds to fail by
+themselves, because the errors that they print help to find the cause. After that, the workers that
+still run get SIGTERM. The workers that still run after a further time, the grace time, are killed.
+When this process gets a signal, it passes the signal on to the workers at once. Then too, the
+workers that still run after the grace time are killed.
 
 For each worker, two threads read its output, and one thread waits for its end. These threads report
 the end of each worker to the main thread through a queue. Signals go through the same queue. The
@@ -40,13 +41,14 @@ from gradwire.options import LOG_LEVEL_VARIABLE
 
 #: A worker that was asked to end and still runs after this many seconds is killed.
 GRACE_SECONDS = 10.0
-#: The same after Ctrl-C, when somebody waits for the end of the group.
+#: After Ctrl-C, a worker that still runs is killed after this many seconds. This time is shorter,
+#: because a user is waiting for the group to end.
 INTERRUPT_GRACE_SECONDS = 2.5
 #: When a worker has failed, the others have this many seconds to fail by themselves.
 _OWN_END_SECONDS = 2.0
-#: The output of a worker that has ended is read to the end of the pipe. The pipe stays open if a
-#: process that the worker has started has left the worker's process group. Then the output is read
-#: until nothing has come for this many seconds, or more has come than fits into a pipe.
+#: When a worker has ended, its output is read to the end of the pipe. But a process that the worker
+#: has started may still hold the pipe open, if it has left the worker's process group. So reading
+#: also stops when nothing has come for this many seconds, or more has come than fits into a pipe.
 _LAST_OUTPUT_SECONDS = 2.0
 _PIPE_BYTES = 1 << 20
 _READ_BYTES = 1 << 16
@@ -79,7 +81,7 @@ def run(
 
     `command` holds the arguments of ``python``. Every line of output is prefixed with
     ``[worker RANK]``. A worker that was asked to end is killed after `grace` seconds. If `grace` is
-    None, these are `INTERRUPT_GRACE_SECONDS` after Ctrl-C and `GRACE_SECONDS` otherwise. With
+    None, `INTERRUPT_GRACE_SECONDS` is used after Ctrl-C, and `GRACE_SECONDS` otherwise. With
     `keep_going`, the other workers go on when one fails. `log_level` is the level of gradwire's log
     in the workers.
 
@@ -293,7 +295,9 @@ class _Reader(threading.Thread):
         with self._source:
             while data := self._read():
                 if not self._stream.feed(data):
-                    return  # This closes the pipe, so the worker gets an error when it writes next.
+                    # Leaving the with block closes the pipe. So the worker gets an error when it
+                    # writes next.
+                    return
             self._stream.feed(b"")
 
     def _read(self) -> bytes:
@@ -349,8 +353,8 @@ class _Supervisor:
         if self._exit_code:
             self._say_endings()
         if self._signalled:
-            # Somebody wants the launcher to end, so it does not wait for an output that nobody
-            # reads.
+            # A signal has asked the launcher to end. So the launcher must not wait until somebody
+            # reads its output.
             self._output.give_up()
         return self._exit_code
 
@@ -405,11 +409,13 @@ class _Supervisor:
 
     def _kill(self) -> None:
         _send(self._running, _KILL)
-        # Somebody may have stopped the terminal, or hold the pipe without reading it.
+        # The launcher must not wait long for its output: a user may have stopped the terminal, or a
+        # process may keep the output pipe open without reading it.
         self._output.give_up()
 
     def _say_endings(self) -> None:
-        """Say how all workers ended. The first one is first, because it is often the cause."""
+        """Show how all workers ended. Begin with the worker that ended first, because its failure
+        is often the cause of the others."""
         ended: dict[str, list[_Worker]] = {}
         for worker in sorted(self._group, key=lambda worker: worker.ended_at):
             ended.setdefault(worker.ending(), []).append(worker)

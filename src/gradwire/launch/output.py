@@ -6,12 +6,14 @@ second, so that a line that arrives in pieces is not shown in pieces:
 
 - On a terminal, the unfinished lines of all workers stay at the bottom, one below the other. The
   finished lines move up above them.
-- In a pipe or a file, the unfinished line that changed last is the last line of the output. Its
-  next state follows after a carriage return. If another worker writes first, the unfinished line is
-  ended there, and its next state begins a new line.
+- In a pipe or a file, the unfinished line that changed last is the last line of the output. When
+  it grows, only the new part is written. When its text is replaced, the new text follows after a
+  carriage return. If another worker writes first, a newline ends the unfinished line, and its new
+  text is written as a new line.
 
-Threads feed the output of the workers. Other threads write it, one for each place. So a feeding
-thread waits only when too much is unwritten, and the main thread never waits for a slow terminal.
+The threads that read the output of the workers pass it to this module with `feed`. This module
+writes it on threads of its own, one for each pipe, file or terminal. So a reading thread waits only
+when too much output is unwritten, and the main thread never waits for a slow terminal.
 """
 
 from __future__ import annotations
@@ -40,7 +42,8 @@ _GIVE_UP_SECONDS = 2.0
 #: worker does not know where its line is shown. Colors (sequences that end with m) stay.
 _CURSOR_SEQUENCES = re.compile(rb"\x1b\[[0-9;?]*[@-ln-~]")
 _COLOR_SEQUENCES = re.compile(r"(\x1b\[[0-9;]*m)")
-#: Control characters except ESC have no place in a line at the bottom of a terminal.
+#: All control characters except ESC, which begins a color sequence. They are removed from the lines
+#: at the bottom of a terminal, because some of them move the cursor.
 _CONTROL_CHARACTERS = re.compile(r"[\x00-\x1a\x1c-\x1f\x7f]")
 
 
@@ -69,13 +72,14 @@ class WorkerStream:
         return self.changed and not (self._shortener and self._shortener.is_holding)
 
     def feed(self, data: bytes) -> bool:
-        """Show what the worker has written; no data means that it has closed the stream. Wait while
-        too much is unwritten. Return False if nothing more can be shown."""
+        """Show `data`, which the worker has written. Empty `data` means that the worker has closed
+        the stream. Wait while too much output is unwritten. Return False if no more output can be
+        shown."""
         self.writer.add(self, data)
         return self.writer.wait_for_room()
 
     def take(self, data: bytes) -> list[bytes]:
-        """Take in what the worker has written, and return the lines that this has finished."""
+        """Add `data`, which the worker has written, and return the lines that are finished now."""
         finished = []
         for piece in re.split(rb"([\r\n])", data):
             if piece == b"\n" or len(self.text) > _LONGEST_LINE:
@@ -83,7 +87,8 @@ class WorkerStream:
                 self.text.clear()
                 self._returned = self.changed = False
             if piece == b"\r":
-                # The next text replaces the present one. "\r\n" just ends the line.
+                # Text after a carriage return replaces the present text of the line. But "\r\n"
+                # only ends the line.
                 self._returned = True
             elif piece != b"\n" and piece:
                 if self._returned:
@@ -172,7 +177,7 @@ class _Writer:
             self._thread.start()
 
     def add(self, stream: WorkerStream, data: bytes) -> None:
-        """Show what a worker has written; no data means that the stream has ended."""
+        """Show `data`, which a worker has written. Empty `data` means that the stream has ended."""
         with self._changed:
             if self._closing:
                 return
@@ -241,12 +246,12 @@ class Screen:
 
     def __init__(self, descriptor: int):
         self._descriptor = descriptor
-        #: Whether nobody reads it any more, or it cannot be written.
+        #: Whether output can no longer be written here, for example because nobody reads the pipe.
         self.closed = (sys.__stdout__, sys.__stderr__)[descriptor - 1] is None
         #: The unfinished line that the output ends with.
         self._open: WorkerStream | None = None
-        #: The shown texts of unfinished lines. That of `_open` can go on; the other ones have been
-        #: ended, because another worker wrote.
+        #: For each unfinished line, the text that was shown last. The line of `_open` can still be
+        #: extended in the output. The other lines cannot, because another worker wrote after them.
         self._shown: dict[WorkerStream, bytes] = {}
 
     def show(
@@ -268,7 +273,7 @@ class Screen:
         self.write(output)
 
     def _line(self, stream: WorkerStream, text: bytes) -> bytes:
-        """Return what changes the shown state of a line to `text`."""
+        """Return the bytes to write so that the line of `stream` shows `text`."""
         shown = self._shown.get(stream)
         if self._open is stream and shown is not None:
             if text.startswith(shown):
@@ -277,7 +282,7 @@ class Screen:
             rest = _width(shown.decode(errors="replace")) - _width(text.decode(errors="replace"))
             return b"\r" + stream.prefix + text + b" " * rest
         if shown == text:
-            return b""  # The whole line was shown before another worker wrote.
+            return b""  # An earlier line of the output already shows this text.
         before = b"\n" if self._open else b""
         self._open = stream
         return before + stream.prefix + text
@@ -329,10 +334,11 @@ class _Terminal(Screen):
 
 def _writers(out: int, err: int) -> dict[int, _Writer]:
     """Return the writers of two descriptors. It is one writer if both lead to the same place."""
+    # `_Terminal` is used only if both descriptors lead to the same terminal. If one of them leads
+    # elsewhere, for example to `tee`, another process may write to the terminal too. Then the
+    # unfinished lines would no longer be at the bottom, where `_Terminal` erases them.
     if _place(out) != _place(err):
         return {out: _Writer(Screen(out)), err: _Writer(Screen(err))}
-    # With one descriptor on a terminal, another process (`tee`) may write to the terminal as well,
-    # so the lines at its bottom could not be found again.
     writer = _Writer(_Terminal(err) if _can_move_cursor(err) else Screen(out))
     return {out: writer, err: writer}
 
@@ -340,9 +346,9 @@ def _writers(out: int, err: int) -> dict[int, _Writer]:
 def _place(descriptor: int) -> tuple[int, int]:
     try:
         status = os.fstat(descriptor)
-    except OSError:  # It is closed.
+    except OSError:  # The descriptor is closed.
         return -1, descriptor
-    # Windows gives 0 for all pipes.
+    # On Windows, `st_ino` is 0 for all pipes, so it does not tell one pipe from another.
     return (status.st_dev, status.st_ino) if status.st_ino else (-1, descriptor)
 
 
@@ -355,7 +361,8 @@ def _can_move_cursor(descriptor: int) -> bool:
 
 
 def _size(descriptor: int) -> tuple[int, int]:
-    """Return the columns and rows of a terminal. A terminal that does not know counts as 80x24."""
+    """Return the columns and rows of a terminal. If the terminal does not know its size, return 80
+    and 24."""
     try:
         columns, rows = os.get_terminal_size(descriptor)
     except OSError:
@@ -394,7 +401,8 @@ class InterruptShortener:
     """Shortens the tracebacks of KeyboardInterrupt to one line each. All other lines stay.
 
     An interrupted worker prints a traceback of some dozen lines, and all workers of a group are
-    interrupted together. The worker may not have imported gradwire yet, so this looks at its text.
+    interrupted together. A worker that has not imported gradwire yet cannot shorten its traceback
+    itself. So the launcher does it, and finds the traceback in the text that the worker prints.
 
         >>> shortener = InterruptShortener()
         >>> lines = [b"Traceback (most recent call last):", b'  File "a.py", line 3, in f',
@@ -416,7 +424,7 @@ class InterruptShortener:
         for folder in (
             *(sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")),
             str(Path(__file__).parents[1]),
-            "<",  # <frozen importlib._bootstrap>
+            "<",  # Some modules have no file but a name such as <frozen importlib._bootstrap>.
         )
     )
 
@@ -428,8 +436,8 @@ class InterruptShortener:
         return bool(self._held)
 
     def feed(self, line: bytes) -> Iterable[bytes]:
-        """Take in a line. Return the lines that can be shown now: a line that may belong to a
-        traceback of KeyboardInterrupt is held until that is known."""
+        """Take in a line, and return the lines that can be shown now. The lines of a traceback are
+        held until its end shows whether it is the traceback of a KeyboardInterrupt."""
         if not self._held:
             if line != self._FIRST:
                 return [line]
@@ -440,7 +448,7 @@ class InterruptShortener:
         elif (
             line in (self._FIRST, *self._BETWEEN)
             or line.startswith(b" ")
-            or self._held[-1].startswith(b" ")  # So this line is that of the exception.
+            or self._held[-1].startswith(b" ")  # The line after the frames names the exception.
         ):
             self._held.append(line)
         else:

@@ -34,10 +34,10 @@ class RemoteModule(nn.Module):
     ``"rank:1"``, ``"rank:1/cpu"``. A device alone means this worker. `module_cls` is a class of
     modules, or a function that makes one.
 
-    A RemoteModule exists when its module does. An error of `module_cls` is raised at once. The
-    modules on one worker are made one after the other, so `module_cls` may seed torch's random
-    generator. With ``wait=False`` the RemoteModule is returned at once, and an error is raised when
-    it is first used. So large modules can be made on several workers at the same time.
+    The constructor waits until the module is made, and raises the error if `module_cls` fails. With
+    ``wait=False``, the constructor does not wait, and the error is raised when the RemoteModule is
+    first used. So large modules can be made on several workers at the same time. The modules on one
+    worker are made one after the other, so `module_cls` may seed torch's random generator.
 
         >>> encoder = RemoteModule("worker1", nn.Linear, args=(784, 64))         # doctest: +SKIP
         >>> model = nn.Sequential(encoder, nn.ReLU(), nn.Linear(64, 10))         # doctest: +SKIP
@@ -167,14 +167,16 @@ class RemoteModule(nn.Module):
         rpc.rpc_sync(self.on, _owner.call_method, (self.module_rref, "zero_grad", set_to_none))
 
     def named_modules(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Module]]:
-        """Return an iterator with this module and its name, as a local module without parts.
+        """Return an iterator with this module and its name only. The modules inside the module on
+        the other worker are not included.
 
         >>> list(encoder.named_modules())                   # doctest: +SKIP
         [('', RemoteModule(Linear on worker1/cpu))]
         """
-        # `requires_grad_` and `zero_grad` of a local module that contains this one do not call the
-        # methods of their parts. They loop over all parameters, and so call only this method. So
-        # this method finds out whether one of them runs, and then does the same here.
+        # A program may call `requires_grad_` or `zero_grad` on a local module that contains this
+        # remote module. Torch then loops over all parameters. It does not call `requires_grad_` or
+        # `zero_grad` of this remote module, but it calls `named_modules`. So `named_modules` looks
+        # on the stack for one of the two methods, and calls that method of this remote module.
         frame = sys._getframe(1)
         while frame is not None and frame.f_code.co_filename == _TORCH_FILE:
             if frame.f_code in _LOOPS_OVER_PARAMETERS:
@@ -209,7 +211,8 @@ class RemoteModule(nn.Module):
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> RemoteModule:  # noqa: ARG002
         """Change the dtypes of parameters and buffers as `fn` does. Torch's `to`, `double` and
-        similar methods call this method, also those of a local module that contains this one."""
+        similar methods call this method, if they are called on this module or on a local module
+        that contains it."""
         if not self._put_off(lambda: self._apply(fn)):
             changes = self._changes_of_dtype(fn)
             if changes:
@@ -223,14 +226,15 @@ class RemoteModule(nn.Module):
         changes = {}
         device = "cpu" if self.device == "cpu" else "meta"
         for dtype in self.dtypes():
-            # Torch changes the memory format of tensors with four dimensions only.
+            # The probe needs four dimensions to show whether `fn` changes the memory format. Torch
+            # does not change the memory format of tensors with fewer dimensions.
             probe = torch.empty((2, 2, 2, 2), dtype=dtype, device=device)
             try:
                 result = fn(probe)
             except NotImplementedError:
                 if device == "cpu":
                     raise
-                result = None  # A meta tensor has no elements that can be copied to a device.
+                result = None  # `fn` moves tensors to a device, which fails for meta tensors.
             if result is probe and (device == "meta" or not probe.untyped_storage().is_shared()):
                 continue
             if result is None or result.device != probe.device or result.dtype is dtype:
@@ -246,8 +250,8 @@ class RemoteModule(nn.Module):
         rpc.rpc_sync(self.on, _owner.change_module, (self.module_rref, change, argument))
 
     def _put_off(self, change: Callable[[], Any]) -> bool:
-        """Return whether this module must change later, and then arrange that; see
-        `_owner.put_off`."""
+        """If this module must not change yet, arrange that `change` is called later, and return
+        True. Otherwise return False. See `_owner.put_off`."""
         deferred = _owner.put_off.get()
         if deferred is not None:
             deferred.append(lambda _errors: change())

@@ -113,9 +113,10 @@ def _changing(module: nn.Module) -> Iterator[list[str]]:
     The block gets a list. After the block, the list has the error messages of the remote modules
     inside the module.
     """
-    # Remote modules inside this module change only after `changing` has released its lock. A change
-    # takes the lock of that module's worker. That worker may be this one, and the change would then
-    # wait forever for the lock that is held here.
+    # The block holds this worker's lock for changes of parameters. Every change of a remote module
+    # takes the lock of the worker that has the module. If a remote module inside `module` lives on
+    # this worker too, its change would wait forever for the lock that the block holds. So remote
+    # modules inside `module` change only after the block.
     deferred: list[Callable[[list[str]], None]] = []
     errors: list[str] = []
     token = put_off.set(deferred)

@@ -114,5 +114,6 @@ def _reset() -> None:
 
 
 if hasattr(os, "register_at_fork"):
-    # The constructors of the parent process do not run in a forked child.
+    # The constructors of the parent process do not run in a forked child. So the child begins with
+    # an empty queue.
     os.register_at_fork(after_in_child=_reset)

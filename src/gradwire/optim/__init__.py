@@ -51,9 +51,10 @@ class DistributedOptimizer(torch.optim.Optimizer):
     """An optimizer for parameters on any workers.
 
     It creates one optimizer of the class `optimizer_class` on each worker that owns some of the
-    parameters. `params_rref` is a module, whose parts may be remote modules; or it has RRefs to
-    parameters, and modules; or groups of these, like the groups of parameters that torch's
-    optimizers accept. `optimizer_class` gets all other arguments.
+    parameters. `params_rref` gives the parameters: it is a module, or a list of modules and of
+    RRefs to parameters. A module may contain remote modules. `params_rref` may also be a list of
+    parameter groups, which are dicts as for torch's optimizers. `optimizer_class` gets all other
+    arguments.
 
         >>> optimizer = DistributedOptimizer(torch.optim.SGD, model, lr=1)   # doctest: +SKIP
         >>> schedule = torch.optim.lr_scheduler.StepLR(optimizer, 30)        # doctest: +SKIP
@@ -276,8 +277,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
 def _stacklevel_of_program() -> int:
     """Return the `stacklevel` with which the calling function can warn so that the warning shows a
-    line of the program. Functions of torch may stand between: torch wraps `step`, and so do its
-    schedulers."""
+    line of the program. This level also skips functions of torch, because torch and its schedulers
+    wrap `step` in functions of their own."""
     frame, level = sys._getframe(1), 1
     while frame.f_back and frame.f_globals.get("__name__", "").split(".")[0] in _LIBRARIES:
         frame, level = frame.f_back, level + 1

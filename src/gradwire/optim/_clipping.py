@@ -44,11 +44,12 @@ def clip_grad_norm_(
     """
     max_norm, norm_type = float(max_norm), float(norm_type)
     rrefs = as_rrefs(parameters)
-    #: For each owner: its parameters, by their position in `rrefs`.
+    #: Maps each owner to a dict of its parameters. The dict maps positions in `rrefs` to RRefs.
     owned: dict[WorkerInfo, dict[int, RRef[Any]]] = {}
     for position, rref in enumerate(rrefs):
         owned.setdefault(rref.owner(), {})[position] = rref
-    autograd.get_gradients(context_id)  # This raises an error if the id is wrong.
+    # `get_gradients` is called only because it raises an error if `context_id` is wrong.
+    autograd.get_gradients(context_id)
     norm_of: dict[int, Tensor] = {}
     found = _call_owners(owned, norms_of, context_id, norm_type)
     for positions, norms in zip(owned.values(), found, strict=True):
@@ -57,8 +58,8 @@ def clip_grad_norm_(
             for position, norm in zip(positions, norms, strict=True)
             if norm is not None
         )
-    # The norms are added up in the order of the parameters, as torch does it in one process. So the
-    # sums are equal to the last bit.
+    # Torch adds up the norms in the order of the parameters. The same order is used here, so that
+    # the total is equal, to the last bit, to the total that torch computes in one process.
     in_order = [norm_of[position] for position in sorted(norm_of)]
     if not in_order:
         return torch.tensor(0.0)

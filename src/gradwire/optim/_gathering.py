@@ -15,9 +15,10 @@ def gather(calls: Sequence[tuple[WorkerInfo, Callable[[], Any]]]) -> list[Any]:
     """Wait until the calls to several workers have ended, and return their results in the order of
     `calls`.
 
-    The call to this worker is handled first: it may run on this thread, while the other workers
-    are already working. If a call fails, its error is raised. If several calls fail, the first
-    error is raised, and its cause lists all errors.
+    The calls to other workers have been sent before, and `gather` only waits for them. The call to
+    this worker may run on this thread, so it comes first: it runs while the others are working. If
+    a call fails, its error is raised. If several calls fail, the first error is raised, and its
+    cause lists all errors.
     """
     results: dict[int, Any] = {}
     errors = []

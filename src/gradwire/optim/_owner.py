@@ -63,8 +63,8 @@ def make_local_optimizer(
             group["params"] = [stand_ins.get(parameter) for parameter in group["params"]]
     params: list[Any] = groups
     if len(groups) == 1 and not settings_of(groups[0]):
-        # If there is one group without settings, the class gets a plain list of parameters, because
-        # not every class accepts groups.
+        # Not every class of optimizers accepts groups of parameters. So a single group without
+        # settings is passed as a plain list of parameters.
         params = groups[0]["params"]
     with creation_lock:
         optimizer = optimizer_class(params, *args, **kwargs)
@@ -123,9 +123,9 @@ class _StandIns:
                 stand_in.data = stand_in.new_empty(0)
 
     def begin_step(self, gradients: dict[Tensor, Tensor]) -> None:
-        """Prepare the stand-ins for a step of the optimizer, which has them instead of the
-        parameters. During the step, each stand-in shares the storage of its parameter, and has the
-        gradient of the parameter in its own `.grad`."""
+        """Prepare the stand-ins, the tensors that the optimizer has instead of parameters, for a
+        step. During the step, each stand-in shares the storage of its parameter. The `.grad` of the
+        stand-in is the gradient of the parameter."""
         for parameter, stand_in in self._by_parameter.items():
             before = stand_in.grad
             if stand_in is not parameter:
@@ -192,10 +192,10 @@ def changing(parameters: Sequence[Tensor]) -> Iterator[None]:
     parameters that several trainers use belongs in such a block. The blocks of a worker run one
     after the other.
 
-    Name all parameters that the block changes. Torch does not count in-place changes during the
-    block, and gradwire counts them afterwards for the named parameters only. Make no calls to other
-    workers in the block, so that the block ends soon: until then, forward passes that use the
-    parameters wait.
+    Name all parameters that the block changes. Torch's version counters, which reveal in-place
+    changes to autograd, stand still during the block. After the block, gradwire increments them for
+    the named parameters only. Make no calls to other workers in the block, so that the block ends
+    soon: until then, forward passes that use the parameters wait.
 
         >>> with changing([weight]), torch.no_grad():      # doctest: +SKIP
         ...     weight.mul_(0.5)

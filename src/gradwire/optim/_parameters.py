@@ -12,13 +12,14 @@ from gradwire._core.rref.rref import RRef
 
 def parameter_rrefs(module: nn.Module, recurse: bool = True) -> list[RRef[Any]]:
     """Return RRefs to the parameters of a module of this worker, and to those of the remote modules
-    in it. The order is that of ``module.parameters()`` if all of them were on one worker. If
-    `recurse` is False, leave out the parameters of the modules in this module.
+    in it. The order is the one that ``module.parameters()`` would have if all these modules were on
+    one worker. If `recurse` is False, leave out the parameters of the modules in this module.
 
         >>> parameter_rrefs(nn.Sequential(encoder, nn.Linear(64, 10)))       # doctest: +SKIP
     """
     rrefs: list[RRef[Any]] = []
-    # Modules may share parameters and remote modules.
+    # Two modules may have the same parameter, or contain the same remote module. These sets hold
+    # the ones already seen, so that each parameter is returned only once.
     parameters: set[nn.Parameter] = set()
     remote_modules: set[int] = set()
     for part in module.modules() if recurse else [module]:

@@ -60,7 +60,8 @@ def cluster(
                 membership=membership,
                 transports=shared,
             )
-            # This function ends the worker, so no block of the program is its last one.
+            # A worker shuts down when its last open `with` block ends. Count `cluster` as one more
+            # open block, so that the worker lives until `cluster` shuts it down.
             worker._blocks += 1
             workers.append(worker)
         yield workers

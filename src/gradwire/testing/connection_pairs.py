@@ -30,7 +30,8 @@ CLIENT = Greeting(1, "client", "client-incarnation")
 
 
 def never(seconds: float, callback: Callable[[], None]) -> None:
-    """Stand in for the timers of a worker: no listener disconnects a client because of its age.
+    """Do nothing. A listener gets this function to schedule callbacks that disconnect slow clients.
+    The callbacks never run, so no client is disconnected, however slow it is.
 
     >>> never(10.0, print)
     """
@@ -164,7 +165,8 @@ def open_descriptors() -> set[str]:
     descriptors: set[str] = set()
     if os.path.isdir(folder):
         for number in os.listdir(folder):
-            # `listdir` lists its own descriptor, but has closed it. So `readlink` fails for it.
+            # `listdir` opens a descriptor to read the folder, and lists this descriptor too. It is
+            # closed by now, so `readlink` raises an error for it.
             with contextlib.suppress(OSError):
                 descriptors.add(f"{number} -> {os.readlink(f'{folder}/{number}')}")
     return descriptors

@@ -65,7 +65,8 @@ class Fault:
     answers: bool = False
     #: The probability that the fault happens to a message that it applies to.
     chance: float = 1.0
-    #: How many messages that the fault applies to are spared before the fault happens to one.
+    #: How many messages to spare. The fault does not happen to the first `skip` messages that it
+    #: would otherwise happen to.
     skip: int = 0
     #: How many messages the fault happens to. None means that there is no limit.
     times: int | None = None
@@ -225,7 +226,9 @@ class FaultyConnection:
             try:
                 self._inner.send(frame, blocked, deadline)
             except SendTimeout:
-                raise SendTimeout(withdrawn=False) from None  # The first copy has been sent.
+                # The second copy may have been withdrawn, but the first one has been sent. So
+                # the error must not say that the peer never gets the message.
+                raise SendTimeout(withdrawn=False) from None
         elif fault.action == "delay":
             self._send_later(frame, fault.seconds)
         elif fault.action == "cut":

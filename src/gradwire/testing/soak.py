@@ -144,7 +144,8 @@ _FAILING: list[Scenario] = [
 
 
 def _scenarios() -> Iterator[Scenario]:
-    """Yield scenarios without end. After every four that succeed comes one that fails."""
+    """Yield functions without end, each to be called in a context of its own. After every four that
+    succeed comes one that fails."""
     for failing in itertools.cycle(_FAILING):
         yield from _SUCCEEDING
         yield failing

@@ -359,14 +359,16 @@ def check_blocked_is_called_at_most_once_for_a_frame(open_pair: OpenPair) -> Non
 # -- deadlines
 
 
-#: So many frames of 30,000 bytes fill the buffers of every connection. A transport that queues any
-#: number of frames takes them all, and passes.
+#: The number of frames after which a check stops sending. This many frames of 30,000 bytes fill the
+#: buffers of every connection. Only a transport that queues any number of frames accepts them all.
+#: Such a transport passes the check.
 _MANY = 2_000
 
 
 def _send_until_withdrawn(connection: Connection, frame: Frame) -> int:
-    """Send a frame again and again, with a deadline, while no thread reads at the other end. Return
-    how many of the frames must arrive."""
+    """Send a frame again and again while no thread reads at the other end. Every send has a
+    deadline. Stop when a frame is withdrawn at its deadline, or after `_MANY` frames. Return the
+    number of frames that were not withdrawn: the other end must receive all of these."""
     for sent in range(_MANY):
         try:
             connection.send(frame, None, monotonic() + 0.05)
@@ -556,8 +558,9 @@ def check_an_armed_connection_reports_the_peers_close(open_pair: OpenPair) -> No
 
 
 def check_a_disarmed_connection_reports_the_peers_close(open_pair: OpenPair) -> None:
-    """The poller must report that the peer has closed the connection, although `arm` was never
-    called for the connection. Only some pollers can do this; see `CHECKS_WHILE_DISARMED`."""
+    """A poller reports arriving messages only after `arm` was called for the connection. But even
+    without `arm`, it must report that the peer has closed the connection. Only some pollers can do
+    this; see `CHECKS_WHILE_DISARMED`."""
     with open_pair() as pair:
         calls: list[None] = []
         pair.listener.attach(pair.poller, lambda: calls.append(None))
@@ -568,8 +571,9 @@ def check_a_disarmed_connection_reports_the_peers_close(open_pair: OpenPair) -> 
 
 def check_a_close_is_reported_after_earlier_frames(open_pair: OpenPair) -> None:
     """The peer sends a frame (a message) and closes the connection. The poller reports the close,
-    but the next `receive` may still return the frame. If the reader then calls `disarm`, the poller
-    must report the close again. Only some pollers can do this; see `CHECKS_WHILE_DISARMED`."""
+    but the next `receive` may still return the frame. The reader then calls `disarm`, after which
+    the poller reports no messages, only a close. The poller must report the close again, because
+    the reader has not noticed it. Only some pollers can do this; see `CHECKS_WHILE_DISARMED`."""
     with open_pair() as pair:
         ended: list[str] = []
 
@@ -588,9 +592,9 @@ def check_a_close_is_reported_after_earlier_frames(open_pair: OpenPair) -> None:
 
 
 def check_attaching_reports_an_earlier_close(open_pair: OpenPair) -> None:
-    """The peer closes the connection before `attach` gives it to a poller. The poller must still
-    report the close, although `arm` was never called for the connection. Only some pollers can do
-    this; see `CHECKS_WHILE_DISARMED`."""
+    """The peer closes the connection before `attach` gives the connection to a poller. The poller
+    must still report the close. It must do so even though `arm`, which makes it report arriving
+    messages, was never called. Only some pollers can do this; see `CHECKS_WHILE_DISARMED`."""
     with open_pair() as pair:
         calls: list[None] = []
         pair.client.close()

@@ -25,11 +25,11 @@ A *send* is a message with differentiable tensors that this worker sent in the f
 5. A pass started by `grad` visits only tensors on a path to the inputs of `grad`. The worker that
    starts the pass finds these tensors (see `path_discovery`), and tells every other worker directly
    which of them that worker must handle.
-6. A worker that received a tensor and returned it unchanged would also send the gradient back
-   unchanged. In its first message it offers the other worker a *shortcut*: that worker has the
-   gradient already, and can use it at once. Suppose a worker calls another one several times, and
-   passes the result of each call to the next call. Thanks to shortcuts, the pass then takes one
-   message and one answer for all these calls together.
+6. Suppose worker A sent a tensor to worker B, and B sent it back unchanged. Then A would send the
+   gradient of the returned tensor to B, and B would send this gradient back unchanged. So B offers
+   a *shortcut* in its first message of the pass to A: A may use the gradient itself, at once. For
+   example, B calls A several times, and passes the result of each call to the next call. Thanks to
+   shortcuts, the pass then takes one message and one answer for all these calls together.
 
 Each message of a pass is a request. It is answered at once, after all work that needs no waiting
 and before any wait at a gate. The answer carries everything that is ready for the worker that sent
@@ -642,9 +642,9 @@ class BackwardPass:
         self._notify()
 
     def _explain(self, error: BaseException, region: Region) -> BaseException:
-        """Add to an error which user code built the region (part of the graph) that failed. Name
-        the functions whose results the region computed. If there are none, name the calls whose
-        arguments the region computed."""
+        """Add a note to `error`, and return `error`. The note says which user code built the
+        region (part of the graph) that failed. It names the functions whose results the region
+        computed. If there are none, it names the functions whose arguments the region computed."""
         about = [source.about for source in region.sources if isinstance(source, Send)]
         ran_here = [call for call in about if not isinstance(call, tuple)]
         places = [_place(call) for call in ran_here or [call for (call,) in about]]

@@ -59,8 +59,8 @@ Gradient: TypeAlias = Tensor | Literal[False] | None
 NOTHING: Final = False
 #: This value stands for a gradient that is not known yet.
 OPEN: Any = object()
-#: A worker sends this value instead of a gradient that it has already used itself (see
-#: `ShortcutOffer`).
+#: A worker that takes a shortcut (see `ShortcutOffer`) uses a gradient itself, instead of sending
+#: it to another worker. It sends the other worker this value in place of the gradient.
 PASSED_ON: Any = ...
 Gradients = Sequence[Gradient]
 #: One tensor of a sent message: the id of the message, and the position of the tensor in it.
@@ -165,9 +165,9 @@ class Recv:
         recv node that the tensor comes from. The hook is registered last, so the gradient already
         has the changes that other hooks make.
         """
-        # Among the nodes that are ready, torch runs the one with the highest sequence number. Only
-        # the node that begins the task gets a higher number than the recv node. So once the
-        # gradient is known, torch delivers it before it runs nodes of other operations.
+        # The recv node gets a high sequence number, because torch always runs the ready node with
+        # the highest number. So once the gradient is known, torch calls the tensor's hooks before
+        # it runs nodes of other operations. Only the first node of the task has a higher number.
         self.recv_nodes[position]._set_sequence_nr(FIRST_SEQUENCE_NUMBER - 1)
         _, hooks = self._arrived[position]
         hooks[task] = partial(_deliver_if_current, task, deliver, self.id, position)
@@ -223,8 +223,8 @@ def take_unrecorded(call: str, tensor: Tensor) -> Tensor:
     context. Its node raises an error in every backward pass, because the pass would lose the
     gradient. `call` names the call.
 
-    A `Parameter` is returned as it is. It belongs to a copy of a module, which the program may
-    train here.
+    A `Parameter` is returned as it is, because it belongs to a copy of a module. The program may
+    train this copy on this worker, and for that the parameter must stay a leaf.
     """
     if isinstance(tensor, torch.nn.Parameter):
         return tensor
@@ -235,8 +235,9 @@ def take_unrecorded(call: str, tensor: Tensor) -> Tensor:
         "gradwire.autograd.backward(context_id, [loss]); or, if it needs no gradient, detach() it",
         1,
     )
-    # A pass runs only nodes that lead to a leaf. The received tensor is the leaf behind the node.
-    # Without gradient mode, the node would lead nowhere, and no pass would raise the error.
+    # The node must lead to a leaf, the received tensor, because a backward pass runs only nodes
+    # that lead to a leaf. So gradient mode is switched on here: without it, the node would lead
+    # nowhere, and no pass would raise the error.
     with torch.enable_grad():
         taken = refuse(tensor)
     if is_large(tensor):

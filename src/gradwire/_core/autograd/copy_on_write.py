@@ -10,8 +10,8 @@ use. A step of one trainer must not change what the forward pass of another trai
 
 This is copy-on-write, as an operating system does it with the pages of a forked process. An old
 version lives as long as a reader refers to it, as in multiversion concurrency control (D. P. Reed,
-1978). Ours differs in that versions have no numbers or timestamps, only a count of references: the
-saved tensors hold the version, and the autograd graph holds the saved tensors. If nothing refers to
+1978). But here the versions have no numbers or timestamps, only a count of references: the saved
+tensors hold the version, and the autograd graph holds the saved tensors. If nothing refers to
 the present value, a step changes the parameter in place and copies nothing.
 
 The parameter moves to the storage of the copy. The old value stays where it is, because a backward
@@ -113,14 +113,15 @@ class ParameterVersions:
         self._tracked: dict[int, _Tracked] = {}
         #: By storage: the id() of each tracked parameter in it.
         self._parameters_in: dict[StorageId, set[int]] = {}
-        #: By storage of a parameter, or of an old value of one: a weak reference to the `Version`
-        #: of the value there. None if no saved tensor has referred to that value.
+        #: For each storage that holds the present value or an old value of a parameter: a weak
+        #: reference to the `Version` for this value. None if no saved tensor has referred to the
+        #: value.
         self._versions: dict[StorageId, weakref.ref[Version] | None] = {}
         #: The blocks of code that are running with the hooks for saved tensors, and the thread on
         #: which each block began.
         self._recordings: dict[_Recording, int] = {}
         #: The storages with changes that are not in torch's version counters yet. Each time before
-        #: a backward pass runs torch's engine, it checks whether this set is empty.
+        #: a backward pass runs torch's engine, it calls `count_changes` if this set is not empty.
         self.uncounted = _uncounted
         self._is_counting = False
 
@@ -193,8 +194,9 @@ class ParameterVersions:
         free = keep_one_free(tracked.former_storages)
         version = self._version_in(tracked.storage_id)
         if version is None:
-            # If the tensors that shared the parameter's storage no longer exist, the parameter may
-            # leave this storage at a later change.
+            # No saved tensor refers to the value, so nothing is copied. But the tensors that shared
+            # the parameter's storage may no longer exist. Then the parameter need not stay in the
+            # storage when a later change copies the value.
             tracked.is_fixed = tracked.is_fixed and is_shared(parameter)
             return
         self.copies += 1
@@ -229,11 +231,11 @@ class ParameterVersions:
         parameter.data = copy
 
     def _note_change(self, parameters: Sequence[Tensor]) -> None:
-        """Note that these parameters have changed. Torch's version counters are raised now or
-        later.
+        """Note that these parameters have changed, and raise torch's version counters now or
+        later. The caller holds the lock.
 
-        A tensor that was saved without the hooks of this module needs this, because torch learns
-        from the counter that such a tensor was changed. The caller holds the lock.
+        The counters must rise for tensors that were saved without the hooks of this module. Torch
+        compares the counter of such a tensor to detect that the tensor has changed.
         """
         _uncounted.update(
             tracked.storage_id for p in parameters if (tracked := self._tracked.get(id(p)))
@@ -342,9 +344,9 @@ class _Recording(saved_tensors_hooks):
             with versions.lock:
                 versions._versions[storage] = None
             try:
-                _result = (
-                    probe.square()
-                )  # Kept: the `Version` lives as long as the node of the result.
+                # The variable keeps the result alive until this method has looked for the
+                # `Version`, because the autograd node of the result keeps the `Version` alive.
+                _result = probe.square()
                 return versions._version_in(storage) is not None
             finally:
                 with versions.lock:
@@ -352,7 +354,7 @@ class _Recording(saved_tensors_hooks):
 
 
 class _ThisThread(threading.local):
-    """What `untracked` must know of the current thread."""
+    """State that each thread has for itself. `untracked` uses the state of the current thread."""
 
     def __init__(self) -> None:
         #: The blocks with hooks that the thread has entered, the innermost last.
@@ -366,11 +368,12 @@ def _counters_if_unchanged(tensor: Tensor, was_uncounted: bool) -> list[int]:
     """Return the values that the version counter of a saved tensor can have had when the tensor was
     saved, assuming that it was not changed since.
 
-    The first value is also the number of changes of the tensor so far. `was_uncounted`: whether the
-    tensor had a change that the counter did not show yet when the tensor was saved. If that change
-    has been counted in the meantime, two values are possible. The reason is that a tensor that
-    shares the storage of a parameter may share the parameter's version counter or have its own, and
-    torch does not say which.
+    `was_uncounted`: whether the tensor had a change that the counter did not show yet when the
+    tensor was saved. If that change has been counted in the meantime, two values are possible.
+    Counting raises the version counter of a parameter. A saved tensor that shares the parameter's
+    storage may share this counter or have its own, and torch does not say which.
+
+    The first value serves in the text of an error, as the present version of the tensor.
     """
     # The set `_uncounted` holds the storages with changes that are not in their version counters
     # yet. Another thread may run `count_changes` now, which raises the counter first and then
@@ -395,8 +398,8 @@ def unpack(saved: Saved) -> Tensor:
             return tensor
         return tensor_in(version.storage, tensor)
     if counter not in possible:
-        # Another thread may have counted a change while this thread was reading the counter. While
-        # this thread holds the lock, no other thread can count changes.
+        # Another thread may have counted a change while this thread was reading the counter. So the
+        # counter is read again, under the lock that a thread must hold to count changes.
         with _count_lock:
             possible = _counters_if_unchanged(tensor, was_uncounted)
     if counter not in possible:

@@ -170,7 +170,8 @@ class DistEngine:
     def tell(
         self, worker: int, packed: Packed, seconds: float, recorded_in: Context | None
     ) -> Future[Any]:
-        """Send a message of a pass to another worker; see `PassPort.tell`."""
+        """Send a message of a pass to another worker. Return a future of the answer. For the
+        arguments, see `PassPort.tell`."""
         encoded = self.agent.codec.encode_with_tensors(*packed)
         tags = None if recorded_in is None else self._tags(recorded_in, worker, encoded)
         return self.agent.sender.request_encoded(
@@ -180,7 +181,8 @@ class DistEngine:
     def ask(
         self, worker: int, packed: Packed, seconds: float, recorded_in: Context | None
     ) -> OpenCall:
-        """Send a message of a pass to another worker; see `PassPort.ask`."""
+        """Send a message of a pass to another worker. Return an open call, with which the calling
+        thread must wait for the answer. For the arguments, see `PassPort.ask`."""
         encoded = self.agent.codec.encode_with_tensors(*packed)
         tags = None if recorded_in is None else self._tags(recorded_in, worker, encoded)
         return self.agent.sender.send_request(worker, _BACKWARD, _SUBJECT, encoded, seconds, tags)

@@ -1,11 +1,11 @@
 """Gates: where torch's engine waits for a gradient that another worker has not sent yet.
 
 A backward pass runs the local autograd graph one region (a connected part) at a time. A gate lets
-the run of a region begin before the gradients of all sent tensors have come back. A gate is a hook
-of an autograd node. The node leads to the place where the gradient of a sent tensor enters the
-graph. Each run of torch's engine gets new nodes for its gates, so several runs can use the same
-graph at the same time. As the gradient is not known yet, torch gets a placeholder for it, the
-*seed*. When torch runs the node, the hook waits for the gradient and returns it instead of the
+the run of a region begin before the gradients of all sent tensors have come back. A gate is an
+autograd node with a hook, a `Gate`. The node leads to the place where the gradient of a sent tensor
+enters the graph. Each run of torch's engine gets new nodes for its gates, so several runs can use
+the same graph at the same time. As the gradient is not known yet, torch gets a placeholder for it,
+the *seed*. When torch runs the node, the hook waits for the gradient and returns it instead of the
 seed.
 """
 
@@ -50,9 +50,9 @@ class Gate:
         return (gradient if has_layout_of_seed else gradient.to_dense(),)
 
 
-#: Three objects: an autograd node, a seed, and the gate that is the hook of the node. The seed is a
-#: placeholder that torch gets as the gradient of the node. Its values do not matter, because the
-#: gate replaces the seed by the real gradient.
+#: Three objects: an autograd node, a seed, and the `Gate` that is the hook of the node. The seed is
+#: a placeholder that torch gets as the gradient of the node. Its values do not matter, because the
+#: hook replaces the seed by the real gradient.
 PreparedGate = tuple[Any, Tensor, Gate]
 
 

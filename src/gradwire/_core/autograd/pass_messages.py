@@ -28,8 +28,8 @@ UNRECORDED_TAG = "unrecorded"
 
 
 class AutogradMetadata(NamedTuple):
-    """What a call or result carries besides its value if the call was made in an autograd context.
-    (The name is torch's.)"""
+    """The metadata of a call that is made in an autograd context, or of the result of such a call.
+    It travels beside the message, as a tag. (The name is torch's.)"""
 
     context_id: int
     #: The id by which backward passes refer to the message; 0 if none of its tensors requires
@@ -51,7 +51,8 @@ def pack_metadata(
     successes: Sequence[int],
     released: Sequence[int],
 ) -> tuple[Any, ...]:
-    """Return an `AutogradMetadata` with these fields in packed form, ready to send."""
+    """Return the packed form of an `AutogradMetadata`, ready to send. The arguments are its
+    fields."""
     return context_id, message_id, grad_enabled, successes, released
 
 
@@ -136,14 +137,14 @@ class PassMessage(NamedTuple):
 
 
 class PassRequest(NamedTuple):
-    """A request of one worker to another in a backward pass: a `PassMessage`, and what identifies
-    the pass. The answer to a request is a `PassMessage` without these other fields."""
+    """A request of one worker to another in a backward pass: a `PassMessage`, and fields that
+    describe the pass. The answer to a request is only a `PassMessage`, without those fields."""
 
     context_id: int
     pass_id: int
     options: PassOptions
-    #: The ids of failed passes of the context that may have changed `.grad`. The other worker must
-    #: undo their changes before this pass changes `.grad`.
+    #: The ids of the context's failed passes, if these passes may have changed `.grad`. The other
+    #: worker must undo their changes before this pass changes `.grad`.
     failures: Collection[int]
     #: In a pass started by `grad`: the sent and received tensors that the other worker must handle.
     #: The worker that called `grad` puts them into its first request to each worker. Otherwise
@@ -170,7 +171,7 @@ def pack_request(
     share: set[SentTensor] | None,
     message: PassMessage,
 ) -> Packed:
-    """Return a `PassRequest` with these fields in packed form, ready to send."""
+    """Return the packed form of a `PassRequest`, ready to send. The arguments are its fields."""
     value = context_id, pass_id, tuple(options), failures, share, message[:-1]
     return value, message.gradients
 
@@ -195,8 +196,8 @@ _BESIDE: Literal[True] = True
 
 
 def pack_gradients(gradients: Sequence[Gradient] | None, beside: list[Tensor]) -> PackedGradients:
-    """Append the tensors among the gradients of a sent message to `beside`, the tensors that are
-    sent separately. Return what stands for the gradients in the packed message."""
+    """Pack the gradients for the tensors of a sent message. Append the gradients that are tensors
+    to `beside`, a list of tensors that are sent separately. Return the packed gradients."""
     if gradients is None:
         return None
     packed: list[Any] = []
@@ -212,9 +213,8 @@ def pack_gradients(gradients: Sequence[Gradient] | None, beside: list[Tensor]) -
 
 
 def unpack_gradients(packed: PackedGradients, beside: Iterator[Tensor]) -> list[Gradient] | None:
-    """Return one gradient for each tensor of a message of the forward pass. A gradient is a tensor,
-    None or a constant such as NOTHING. The tensors are taken, in order, from `beside`, the tensors
-    that were sent separately."""
+    """Return the gradients that `pack_gradients` has packed. `beside` yields, in order, the
+    gradients that are tensors, because they were sent separately."""
     if packed is None:
         return None
     if type(packed) is int:

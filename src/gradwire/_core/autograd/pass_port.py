@@ -23,8 +23,9 @@ class PassPort(Protocol):
 
     info: WorkerInfo
     versions: ParameterVersions
-    #: For each thread that waits for gradients in the middle of a region's run: the `Send`, that
-    #: is, the sent message, for whose tensors the gradients are. Only tests read this list.
+    #: One item for each thread that waits for gradients in the middle of a region's run. The item
+    #: is the sent message (`Send`) with the tensors that the gradients belong to. Only tests read
+    #: this list.
     gate_waits: list[Send]
 
     #: Functions that return groups of leaves whose gradients torch itself must accumulate into
@@ -81,8 +82,8 @@ class PassPort(Protocol):
 
     @property
     def blocking(self) -> Callable[[], AbstractContextManager[object]]:
-        """A function that returns a context manager for code that blocks this thread. While the
-        block runs, another thread serves the calls that arrive."""
+        """A function that returns a context manager. It must enclose code that may block this
+        thread. While that code runs, another thread serves the calls that arrive."""
 
     def run_elsewhere(self, work: Callable[[], None]) -> None:
         """Run a function soon, on another thread of this worker."""

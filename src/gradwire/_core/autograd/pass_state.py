@@ -198,8 +198,8 @@ class PassState:
     # -- running
 
     def next_region(self, gated: bool) -> Region | None:
-        """Take the next region (part of the graph) to run from the queue. `gated`: it may be a
-        region that must wait for gradients in the middle of its run."""
+        """Take the next region (part of the graph) to run from the queue. `gated`: whether to
+        return also a region that must wait for gradients in the middle of its run."""
         if self.to_myself:
             self.take_own_messages()
         ready = self.ready
@@ -232,9 +232,9 @@ class PassState:
                 brought = NOTHING if reach.includes(recv.recv_nodes[position]) else None
             self.settle(recv.id, position, brought)
         for source in region.sources:
-            # A sent message may still have no answer, if leaves are the only tensors of the message
-            # that can still get gradients. Such leaves are not part of the region, so the run of
-            # the region did not wait for them.
+            # A sent message may have no answer yet, although the region has run. In that case only
+            # leaves that the message carried can still get gradients. These leaves are not part of
+            # the region, so the run did not wait for their gradients.
             if source.id in self.answers:
                 # The gradients are not needed any more, so free their memory.
                 self.answers[source.id] = None
@@ -263,9 +263,10 @@ class PassState:
         for packed_offer in shortcuts:
             offer = ShortcutOffer(*packed_offer)
             reply = self.replies.get(offer.returned_in)
-            # An offer is ignored if the reply has no place for its tensor. The reply has places
-            # only for the tensors that were decoded before this worker planned the pass, and the
-            # message may still have been arriving at that time.
+            # `reply` collects the gradients for the message that returned the tensor. If this
+            # worker planned the pass before it had decoded the whole message, `reply` has places
+            # only for the tensors that were decoded by then. An offer for another tensor is
+            # ignored.
             if reply and offer.sent_in in self.sends and offer.position < len(reply.gradients):
                 reply.shortcut = offer.position, offer.sent_in
         beside = iter(gradients)
@@ -309,8 +310,8 @@ class PassState:
             gradient = given[position] if position < len(given) else None
             if gradient is None:
                 continue
-            # Remove the gradient of a leaf that was itself sent from the answer. No run of torch's
-            # engine needs this gradient.
+            # The tensor is a leaf, so no run of torch's engine needs its gradient. Remove the
+            # gradient from the answer.
             given[position] = None
             leaf = send.proxies[position]
             if gradient is not NOTHING and self._is_wanted(leaf):
@@ -338,9 +339,10 @@ class PassState:
     # -- answering
 
     def _answer_unknown(self, sender: int, sends: Sequence[int]) -> None:
-        """Queue an answer for each message that never arrived on this worker. The answer says that
-        the tensors of the message have no gradients. `sends`: the ids of the messages from the
-        worker `sender` that wait for gradients there."""
+        """Find out which of the messages `sends` never arrived on this worker, and queue an answer
+        for each of them: the tensors of the message have no gradients. `sends` are ids of messages
+        of the forward pass. The worker `sender` sent them to this worker, and waits for their
+        gradients."""
         for send_id in sends:
             if send_id not in self.plan.recvs:
                 self._add_answer(sender, send_id, None)
@@ -521,8 +523,9 @@ class PassState:
     def awaited(self) -> set[int]:
         """Return the workers that this worker's part of the pass waits for."""
         if not self.planned:
-            # A worker with a parent waits for a message of the parent before it can plan. A worker
-            # without a parent started the pass. It is about to plan, and waits for no worker.
+            # This worker has not planned its part of the pass yet. If it has a parent, it may
+            # need another message of the parent first, so it waits for the parent. If it has no
+            # parent, it started the pass itself: it is about to plan, and waits for no worker.
             parent = self.termination.parent
             return set() if parent is None else {parent}
         owing = {send.to for send_id, send in self.sends.items() if send_id not in self.answers}

@@ -6,10 +6,11 @@ are. So the worker that starts such a pass first asks the workers that the outpu
 *summaries* of their graphs, and then the workers that those summaries lead to. Each worker is asked
 once. The pass then concerns only the sent tensors *on the way*, and their senders and receivers.
 
-This is the intersection of a forward and a backward slice (M. Weiser, 1981): what the outputs
-depend on, and what depends on the given tensors. It differs in that the graph is distributed: a
-worker does not send its graph, but a summary that only says which sent tensor leads to which
-received tensors. Both slices are then searches over the summaries.
+The outputs depend on the tensors on the way, and these depend on the given tensors. So the tensors
+on the way are the intersection of two program slices (M. Weiser, 1981), a backward and a forward
+one. Here the graph is distributed: a worker does not send its graph, but a summary that only says
+which sent tensor leads to which received tensors. Each slice is found by a search over the
+summaries.
 """
 
 from __future__ import annotations

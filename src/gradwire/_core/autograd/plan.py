@@ -396,9 +396,9 @@ class Plan:
         if wanted and len(self.regions) == 1:
             (region,) = self.regions
             if not (region.leaves or region.recv_nodes):
-                # If there is only one root, torch calls the hooks of the root even if no path leads
-                # from it to a wanted tensor. But a region without leaves would not be run. So the
-                # wanted tensors are listed as the leaves of the region.
+                # No path leads from the roots to a wanted tensor. Torch calls the hooks of a single
+                # root even then, so the region must run. A region without leaves would not be run,
+                # so list the wanted tensors as its leaves.
                 region.leaves += wanted
 
     def _entries_of(self, send: Send) -> list[Entry]:

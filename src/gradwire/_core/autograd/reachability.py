@@ -75,8 +75,8 @@ class Reachability:
 
     def alive(self) -> Collection[Any]:
         """Return the nodes that are known to get a gradient. If gradients enter the region at one
-        place only, all nodes except recv nodes (the nodes that received tensors come from) may be
-        missing from the result."""
+        place only, they reach all its nodes or none, so no search is made. Then all nodes except
+        recv nodes (the nodes that received tensors come from) may be missing from the result."""
         return self._alive
 
     def resolve(self, send: int, position: int, *, alive: bool) -> Sequence[ReceivedTensor]:

@@ -131,8 +131,9 @@ class RegionRun:
 
     def _watch_recv_nodes(self, task: GraphTask, deliver: Deliver) -> Tensor:
         """Arrange that `deliver` gets the gradients of received tensors as soon as they are known.
-        Return a leaf. The caller must ask torch for the gradient of this leaf, or `task` does not
-        learn its own number (see `GraphTask.make_first_node`)."""
+        Return a leaf whose gradient the caller must also ask torch for. Otherwise torch does not
+        run the node that tells `task` which run of the engine it belongs to (see
+        `GraphTask.make_first_node`)."""
         for recv, position in self.recv_nodes:
             recv.watch(position, task, deliver)
         leaf, edge = task.make_first_node()

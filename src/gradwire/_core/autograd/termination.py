@@ -55,10 +55,10 @@ class TerminationDetector:
         self.finished = False
 
     def hear_from(self, worker: int, relation: Relation, answers_first: bool) -> None:
-        """Record what another worker says: whether it is a child of this worker and, if so, whether
-        it is done. `answers_first` says that this is the other worker's answer to the first message
-        from this worker. After that answer, this worker waits for the other one only if it is a
-        child that is not done."""
+        """Record a message from `worker`, which says whether that worker is a child of this one
+        and, if so, whether it is done. `answers_first`: whether the message is the answer to this
+        worker's first message. After that answer, this worker waits for `worker` only if `worker`
+        is a child that is not done."""
         self.involved.add(worker)
         if answers_first or relation == CHILD_DONE:
             self.waits_for.discard(worker)

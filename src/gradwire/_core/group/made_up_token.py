@@ -1,9 +1,9 @@
 """Passing a made-up token to the other workers of one machine and one user.
 
-The first worker of a group makes up a token if the program gives none. Every process that can
-connect to one of torch's TCP stores can read it, so the token must not go there. The worker writes
-the token to a temporary file that only its user can read, and the store gets the path of the file.
-A worker on another machine, or of another user, cannot read the file.
+The first worker of a group makes up a token if the program gives none. It must not put the token
+into one of torch's TCP stores, because every process that can connect to the store can read the
+store. So it writes the token to a temporary file that only its user can read, and puts the path of
+the file into the store. A worker on another machine, or of another user, cannot read the file.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ def _remove(path: str, owner: int) -> None:
 
 def read_made_up_token(path: str) -> str:
     """Return the token in the file of a `MadeUpTokenFile`. Raise SetupError if the file is not
-    there, or if another user could have written it: anybody may have put the path into the
-    store."""
+    there, or if another user could have written the file. The path comes from the store, where
+    anybody may have put the path of another file."""
     try:
         if not os.path.basename(path).startswith(_PREFIX):
             raise SetupError(f"{path!r} is not the name of such a file")
@@ -57,8 +57,8 @@ def read_made_up_token(path: str) -> str:
 
 
 def check_store_file(path: str) -> None:
-    """Raise SetupError if other users can read or write the file of a `file://` store, so that a
-    made-up token must not be written there."""
+    """Raise SetupError if other users can read or write the file of a `file://` store. A made-up
+    token is written to the store, so that file must be private."""
     try:
         check_private_file(os.stat(path), f"the file {path!r} of the rendezvous store")
     except SetupError as error:

@@ -39,18 +39,19 @@ _LEFT = "left"
 #: A worker that joins an open group again gets a new id. These new ids are counted down from this
 #: number. Ranks are counted up from 0, so a new id is not the rank of another worker.
 _HIGHEST_ID = (1 << 15) - 1
-#: To check whether a member has ended, a worker tries to connect to it for at most this long. The
-#: pause between two attempts grows from the second number.
+#: To check whether a member has ended, a worker tries to connect to it for at most this long.
 _PROBE_SECONDS = 2.0
+#: The pause after the first of these attempts. Each further pause is twice as long.
 _FIRST_PAUSE_SECONDS = 0.001
 #: In an open group, a query to the store fails if the store does not answer within this time.
 _STORE_SECONDS = 5.0
-#: A worker that joins gives up a query this long after its deadline. Torch notices the deadline
-#: itself, and says more, unless the process that hosts the store is frozen.
+#: A worker that joins gives up a query to the store this long after the deadline. Usually torch
+#: itself raises an error at the deadline, with a better error text than the worker could give. But
+#: torch raises none if the process that hosts the store is frozen.
 _GRACE_SECONDS = 1.0
-#: When joining fails, the worker of rank 0 waits for the others for at most this long. It checks
-#: repeatedly, with this pause.
+#: When joining fails, the worker of rank 0 waits at most this long for the other workers to fail.
 _LINGER_SECONDS = 2.0
+#: The pause between two checks whether the other workers have failed.
 _LINGER_PAUSE_SECONDS = 0.01
 #: After its connection was cut, a query to the store ends within this time.
 _CUT_SECONDS = 2.0
@@ -103,10 +104,11 @@ def proves_end(member: Member, failures: Sequence[tuple[Address, Exception]]) ->
     ended.
 
     A worker listens at all its addresses until it ends. So it has ended if each address refuses the
-    connection: nothing listens there, or another worker of the group does, as that worker has
-    proven in the handshake. Any other error proves nothing. It may come from a full backlog, from a
-    process without free file descriptors, from a stranger at the address, or from the network. An
-    address that is valid on the member's machine only proves nothing on other machines."""
+    connection. An address refuses the connection if nothing listens there, or if another worker of
+    the group listens there and has proven this in the handshake. Any other error proves nothing. It
+    may come from a full backlog, from a process without free file descriptors, from a stranger at
+    the address, or from the network. If an address is valid only on the member's own machine, such
+    as a loopback address, it is ignored on other machines."""
     errors = [error for address, error in failures if is_valid_here(member, address)]
     return bool(errors) and all(isinstance(error, ConnectionRefusedError) for error in errors)
 
@@ -160,8 +162,9 @@ class Membership(Protocol):
         or, in an open group, an earlier member with that id has left.
 
         An open group never gives an id twice, because RRefs and contexts of the earlier member may
-        still exist. `is_gone` tells whether a member has ended without leaving. The new worker may
-        have the same name as such a member."""
+        still exist. A member may have ended without leaving, which `is_gone` tells. If that member
+        has the name or the rank of the new worker, its entry is removed, so that the new worker can
+        join."""
 
     def join(self, member: Member) -> None:
         """Add this worker. In a group of fixed size, return when all workers have joined. Raise
@@ -229,12 +232,17 @@ class LocalMembership:
 class StoreMembership:
     """The membership of a group, kept in a c10d store (one of torch's key-value stores).
 
-    The keys in the store, after a prefix for the group, are:
+    Two keys belong to the whole store:
 
-    - `kind`: "open", or the size that the first worker gave, and its rank (without a prefix);
-    - `arrivals`: a counter of the workers of fixed groups that use this store (without a prefix);
+    - `kind`: "open" for an open group. For fixed groups: the size that the first worker gave, and
+      the rank of that worker;
+    - `arrivals`: a counter of the workers of fixed groups that have used this store.
+
+    The other keys have a prefix for the group:
     - `token`: the secret of the group if no worker was given one, or the path of the file that has
       it (see `made_up_token`);
+    - `token-maker`: a counter, used by an open group with a `file://` store. The worker that counts
+      first makes up the token;
     - `member/<id>` and `name/<name>`: the entry of a member. After the member has left, their
       values are `_LEFT` and the empty string;
     - `here/<key>`: written after `<key>`, for those that wait for it (see `_put_if_missing`);
@@ -242,7 +250,8 @@ class StoreMembership:
       join again;
     - `failed`: a counter of the workers of a fixed group that could not join;
     - `joined`: a counter of the workers that have joined an open group;
-    - `joined/<number>`: the id of each of these workers, to list the members.
+    - `joined/<number>`: the id of the worker that joined as number 1, 2 and so on. These keys serve
+      to list the members.
 
     The workers of a group of fixed size may use the same store again after a shutdown. The next
     `size` workers that connect to the store then form a new group.
@@ -259,24 +268,26 @@ class StoreMembership:
         self.fixed = size is not None
         self._store = store
         self._size = size
-        #: All joining must be done `timeout` seconds after it began, which is at `_deadline`.
+        #: How many seconds joining may take in all. `_deadline` is the time when they are over.
         self._timeout = timeout
         self._deadline = time.monotonic() + timeout if deadline is None else deadline
         self._known: dict[int, Member] = {}
         #: Workers are numbered as they join. These are the numbers of the members that have left.
         self._left: set[int] = set()
         self._token_file: MadeUpTokenFile | None = None
-        #: Fixed groups that use the same store one after the other are numbered.
+        #: The number of this group. Fixed groups may use the same store one after the other; they
+        #: are numbered from 0.
         self._group = 0
         self._prefix = "gradwire/0"
-        #: When joining fails, the worker of rank 0 waits until this many workers have failed. None:
-        #: all that have arrived.
+        #: When joining fails, the worker of rank 0 waits until this many workers have failed. If
+        #: the value is None, it waits for all workers that have arrived.
         self._expected_failures: int | None = None
         self._join_step(rank, self._arrive, rank)
 
     def _arrive(self, rank: int) -> None:
-        """Find out the number of the group. Raise SetupError if this worker and the others do not
-        mean the same group."""
+        """Find out which of the fixed groups that use this store, one after the other, this worker
+        belongs to. Raise SetupError if the worker's rank and size contradict what the other workers
+        gave."""
         kind = "open" if self._size is None else f"{self._size} {rank}"
         agreed = self._replace("gradwire/kind", "", kind)
         if (kind == "open") != (agreed == "open"):
@@ -306,22 +317,25 @@ class StoreMembership:
     def _refuse(self, size: int, why: str) -> NoReturn:
         """Make joining fail on this worker, and on all workers of the fixed group that wait for
         other workers or are still to come. A group that is complete is not disturbed."""
-        with contextlib.suppress(RuntimeError):  # The store may have ended.
+        # If the store has ended, no refusal can be written there.
+        with contextlib.suppress(RuntimeError):
             for key in ("token", *(f"member/{worker_id}" for worker_id in range(size))):
                 self._put_if_missing(key, json.dumps({"refused": why}))
         raise _refusal(why)
 
     def _join_step(self, rank: int, query: Callable[..., T], *args: Any) -> T:
-        """Return the result of a query that is a step of joining. When it fails, the worker of rank
-        0, which mostly hosts the store, lets the others fail first, because they learn the reason
-        from the store."""
+        """Return the result of a query that is a step of joining. If the query fails, the worker of
+        rank 0 waits until the other workers have failed too. They read the reason of the failure
+        from the store, and the store usually ends with the worker of rank 0."""
         try:
             return self._before_deadline(query, *args)
         except SetupError:
             if self._token_file is not None:
                 self._token_file.close()
             if self.fixed:
-                with contextlib.suppress(TimeoutError, RuntimeError):  # The store may have ended.
+                # If the store has ended, the other workers cannot read the reason there, so this
+                # worker does not wait for them.
+                with contextlib.suppress(TimeoutError, RuntimeError):
                     within(_LINGER_SECONDS + _GRACE_SECONDS, self._let_others_fail, rank)
             raise
 
@@ -346,15 +360,15 @@ class StoreMembership:
         return self._join_step(rank, self._make_or_read_token, rank)
 
     def _make_or_read_token(self, rank: int) -> str:
-        # Only a FileStore has this attribute.
+        # The attribute `path` names the file of a FileStore. Other kinds of stores lack it.
         file: str | None = getattr(self._store, "path", None)
         if file is not None:
             check_store_file(file)
         if file is not None and not self.fixed:
             is_maker = self._count("token-maker") == 1
         else:
-            # In an open group, this is the worker that hosts the store. So the file with the token
-            # is there as long as the store is.
+            # The worker of rank 0 creates the token. In an open group, it also hosts the store. So
+            # the file with the token exists as long as the store does.
             is_maker = rank == 0
         if is_maker:
             token = secrets.token_hex(32)
@@ -397,7 +411,7 @@ class StoreMembership:
             raise
         finally:
             if self.fixed and self._token_file is not None:
-                self._token_file.close()  # All workers have read it.
+                self._token_file.close()  # Only joining needs the token file.
 
     def _join(self, member: Member) -> None:
         info = member.info
@@ -422,8 +436,10 @@ class StoreMembership:
         holder = Member.from_json(current)
         why = f"{what} is not unique: {holder.info} and {member.info} both want it"
         if self._size is not None:
-            # The worker that has this id, and those that wait for it, must not take it for valid.
-            with contextlib.suppress(RuntimeError):  # The store may have ended.
+            # Replace the entry of this id by a refusal. Then the entry is valid neither for the
+            # worker that has the id nor for the workers that wait for the entry. If the store has
+            # ended, no refusal can be written.
+            with contextlib.suppress(RuntimeError):
                 self._set(f"member/{member.info.id}", json.dumps({"refused": why}))
             self._refuse(self._size, why)
         raise SetupError(
@@ -490,9 +506,10 @@ class StoreMembership:
         return int(self._store.add(f"{self._prefix}/{key}", by))
 
     def _put_if_missing(self, key: str, value: str) -> str:
-        """Set a key if it is missing, and return the value that it has then. In a fixed group, also
-        wake the workers that wait for it: one kind of torch's stores does not wake those that wait
-        for the key of a `compare_set`."""
+        """Set a key if it is missing, and return the value that the key has then. If workers may
+        wait for the key, also set the key `here/<key>`, for which they wait instead. This is needed
+        because one kind of torch's stores does not wake waiting workers when `compare_set` sets a
+        key."""
         current = self._replace(f"{self._prefix}/{key}", "", value)
         if self.fixed or key == "token":
             self._set(f"here/{key}", "")
@@ -523,7 +540,8 @@ class StoreMembership:
             ) from error
 
     def _before_deadline(self, query: Callable[..., T], *args: Any) -> T:
-        """Return the result of a query that is a part of joining."""
+        """Return the result of a query that is a part of joining. Raise SetupError if the store
+        does not answer before the deadline for joining, or ends."""
         left = max(0.0, self._deadline - time.monotonic())
         try:
             return within(left + _GRACE_SECONDS, query, *args)
@@ -554,7 +572,8 @@ def within(
 ) -> T:
     """Return the result of a query to the store, or raise TimeoutError after `seconds`. A separate
     thread runs the query, because torch waits forever if the process that hosts the store does not
-    answer. `cut` is called before the TimeoutError, to make the query and so the thread end."""
+    answer. Before the TimeoutError is raised, `cut` is called. It must make the query fail, so that
+    the thread ends."""
     answer: Future[T] = Future()
 
     def run() -> None:

@@ -68,7 +68,8 @@ def open_store(
             "worker, from the argument rank or the variable RANK. Rank 0 hosts the store"
         )
     if size is not None and rank >= size:
-        # `StoreMembership` raises the error, so that the other workers get it too.
+        # The rank is wrong, but the error is not raised here. `StoreMembership` raises it after it
+        # has written it to the store, so that the other workers get the error too.
         timeout = min(timeout, _MAX_COMPLAINT_SECONDS)
     try:
         cut = _connection_cutter(_address(urlsplit(init_method)))
@@ -83,7 +84,8 @@ def open_store(
 
 
 def _open(init_method: str, rank: int, size: int | None, timeout: float) -> Any:
-    """Open the store at `init_method`. This timeout applies to later operations on it too."""
+    """Open the store at `init_method`. `timeout` limits the opening and, for a store with a host,
+    each later operation on the store too."""
     # This import is slow, and workers that share a process do not need it.
     from torch.distributed.rendezvous import rendezvous
 
@@ -93,7 +95,8 @@ def _open(init_method: str, rank: int, size: int | None, timeout: float) -> Any:
     if place is not None and rank > 0:
         _wait_for_host(*place, min(timeout / 2, _MAX_WAIT_SECONDS))
     if url.scheme == "file" and os.name == "posix" and url.path:
-        # Torch would create the file with a mode that lets all users read it.
+        # Create the file here, readable by this user only. Torch would create a file that all users
+        # can read.
         os.close(os.open(url.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600))
     # In a program that torchrun started, torchrun itself hosts the store.
     in_torchrun = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
@@ -157,23 +160,24 @@ def _host_store(host: str, port: int, query: str, deadline: float) -> Any | None
         wait_for_workers=False,
         # Other parts of the program, such as torch's process groups, may share the store.
         multi_tenant=True,
-        master_listen_fd=listening.detach(),  # The store closes it.
+        master_listen_fd=listening.detach(),  # The store closes this socket.
         use_libuv=use_libuv and is_able,
     )
 
 
 def _listen(host: str, port: int) -> socket.socket | None:
-    """Return a socket that listens at the address of the group. Return None if that address is in
-    use, or if it is not known: the host may be a name for several addresses, or for an address
-    outside of this machine that leads here, or a name for a loopback address that other machines
-    know by another address."""
+    """Return a socket that listens at the address of the group. Return None if the address is in
+    use, or if this function cannot tell on which address to listen. It cannot tell in three cases.
+    The host may be a name with several addresses. It may stand for a loopback address here, and for
+    another address on other machines. Or its address may belong to a device, such as a router, that
+    forwards connections to this machine."""
     if os.name != "posix":
         return None
     found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
     is_exact = host == "localhost" or _is_ip_address(host)
     if not is_exact and (len(found) > 1 or is_loopback(host)):
         return None
-    # Torch's clients try IPv6 first, and warn if nothing listens there.
+    # Prefer IPv6, because torch's clients try it first, and warn if nothing listens there.
     for family, kind, protocol, _, address in sorted(found, key=lambda f: f[0] != socket.AF_INET6):
         try:
             listening = socket.socket(family, kind, protocol)
@@ -203,9 +207,9 @@ def _is_ip_address(host: str) -> bool:
 
 
 def _connection_cutter(place: tuple[str, int] | None) -> Callable[[], None]:
-    """Return a function that cuts the connections to `place` that were made since now. A process
-    that is not a store may accept a connection and never answer. Then a thread of torch waits until
-    the connection ends."""
+    """Return a function that cuts the connections to `place` that were made after
+    `_connection_cutter` was called. A process that is not a store may accept torch's connection and
+    never answer. Then a thread of torch would wait without end if the connection were not cut."""
     before = _list_sockets()
 
     def cut() -> None:

@@ -266,7 +266,7 @@ class ClientChannel:
         return self.connection.withdraw(lambda frame: peek(frame.head)[1] == call.id)
 
     def _skip(self, call: OpenCall) -> None:
-        """Do not count a call that was withdrawn as sent."""
+        """Leave a withdrawn call out of the number of calls sent, which `traffic` returns."""
         if call.id < UNCOUNTED:
             with self._failing:
                 self._skipped_ids += 1
@@ -316,8 +316,8 @@ class ClientChannel:
         self._expect_answer()
         try:
             if not self.connection.try_send(Frame(pack(Kind.HEARTBEAT, UNCOUNTED, b""))):
-                # Other messages go first, so the heartbeat is left out. If the peer takes these
-                # messages, it is alive.
+                # Other messages are still waiting to be sent on this connection, so the heartbeat
+                # is not sent. If the peer takes data from these messages, it is alive.
                 taken = self.connection.last_taken
                 if sent_at is not None and taken > sent_at:
                     self.heartbeat_sent_at, self.last_heard = None, taken
@@ -542,7 +542,8 @@ class ClientChannel:
         try:
             self._port.complete(call)
         except BaseException:
-            # An interrupt has kept `complete` from completing the future.
+            # An interrupt (Ctrl-C) may have stopped `complete` before it completed the future. No
+            # other thread would complete the future, so it gets an error here.
             if future is not None and not future.done():
                 future.complete(None, self._loss(call, "its answer was not read to the end"))
             raise
@@ -600,8 +601,9 @@ class ClientChannel:
             late=True,
         )
         if given_up:
-            # The thread that waits for this call may be reading the connection. The answer to the
-            # heartbeat wakes it.
+            # The thread that waits for this call may be blocked in reading the connection. It
+            # notices that the call has failed only when a message arrives. So send the peer a
+            # heartbeat, which the peer answers with a message.
             self.send_heartbeat()
 
     def end(self, reason: str, *, shut_down: bool = False) -> None:
@@ -686,11 +688,12 @@ class ClientChannel:
         *,
         late: bool = False,
     ) -> bool:
-        """Finish a call with an error and return True. If another thread has removed the call from
-        `_open`, that thread finishes it: then do nothing and return False. `late` says that the
-        connection lasts. Then the call is withdrawn if it is still held back; otherwise its answer
-        may still come. The arguments of `make_error` are the call, and whether it was
-        withdrawn."""
+        """Finish a call with an error and return True. Return False and do nothing if another
+        thread has removed the call from `_open`, because that thread finishes the call.
+
+        `late` is True if the connection goes on after the failure. In that case the call is
+        withdrawn if it is still held back; if it was sent, its answer may still come. The arguments
+        of `make_error` are the call, and whether the call was withdrawn."""
         with self._failing:
             if call.id not in self._open:
                 return False

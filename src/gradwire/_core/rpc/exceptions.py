@@ -43,23 +43,24 @@ def add_place(error: BaseException, func: Any, call: str, worker: str) -> None:
 
 
 def adds_place(func: F) -> F:
-    """Mark a function of gradwire that itself adds a note to its errors, with the words that its
-    caller knows."""
+    """Mark a function of gradwire that adds its own note to the errors it raises. `add_place` then
+    adds none, because its note would name an internal function that the user has not called."""
     func.adds_place = True  # type: ignore[attr-defined]
     return func
 
 
 def _traceback_text(error: BaseException, what: str, worker: WorkerInfo) -> str:
-    """Return the traceback of an exception that `what` has raised on a worker, as text.
+    """Return the traceback of an exception as text. The exception was raised on the worker
+    `worker`; `what` says by which function.
 
-    If the exception has come to that worker from a further worker, the text begins with the frames
-    on that worker and goes on with those on the further one, as if all were frames of one
-    process."""
+    The exception may have come to `worker` as the error of a call to a third worker. Then the text
+    has the frames on `worker` first and the frames on the third worker after them, as if all were
+    frames of one process."""
     where = f'{what} on worker "{worker.name}" (id {worker.id}) raised:\n\n'
     try:
         cause, trace = error.__cause__, error.__traceback__
     except Exception:
-        cause = None  # The class hides its attributes.
+        cause = None  # The exception's class forbids reading these attributes.
     if not isinstance(cause, RemoteTraceback):
         return where + format_error(error)
     frames = format_frames(trace)
@@ -129,8 +130,9 @@ def decode_exception(
     elif func is not None:
         add_place(error, func, call, worker)
     if isinstance(error, CallError):
-        # The function that this worker called did run. It raised this error because a call that
-        # it made itself failed, and until now `may_have_run` was about that other call.
+        # The function that this worker called made a call itself, and that inner call failed. In
+        # the error that arrived, `may_have_run` is about the inner call. From here on it is about
+        # the call of this worker, whose function did run.
         error.may_have_run = True
     error.__cause__ = RemoteTraceback(trace)
     return error

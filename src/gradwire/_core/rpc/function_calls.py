@@ -30,8 +30,8 @@ Fail = Callable[[BaseException, str], None]
 
 
 class MethodResult:
-    """What gradwire's own functions that call a method for another worker return. Error texts then
-    name the method, and not the function that has called it.
+    """The result of a method that gradwire called for another worker. A function of gradwire calls
+    the method and returns this object, so that error texts name the method and not that function.
 
     `value` is the result of the method, or a future of the result if the method is marked with
     `ASYNC_MARK`. `owner` is the class of the object with the method, and `method` is the name of
@@ -46,7 +46,7 @@ class MethodResult:
         self.value = value
         self.is_future = is_future
 
-    # Error texts look for the attributes of a function.
+    # The code that makes error texts expects a function, and reads these two attributes of it.
 
     @property
     def __name__(self) -> str:
@@ -73,8 +73,8 @@ class FunctionCalls:
         timeout: float,
         name: str = "",
     ) -> Any:
-        """Run a function on a worker and return its result. Errors call it `name`, if one is given,
-        and otherwise by the name of the function."""
+        """Run a function on a worker and return its result. If `name` is given, error texts use it
+        in place of the function's own name."""
         agent = self._agent
         try:
             peer = agent.peers.find(to)
@@ -222,7 +222,8 @@ def _deliver(
     result, `deliver` is called when the future is done."""
     if type(result) is MethodResult:
         request.subject = result
-        # Error texts need the `MethodResult` as long as the context exists. The value is not kept.
+        # The autograd context may keep the `MethodResult` for error texts. The value is removed
+        # from the `MethodResult`, because otherwise the context would keep the value in memory too.
         value, result.value = result.value, None
         if result.is_future:
             _deliver_later(result, value, deliver, fail)

@@ -77,8 +77,9 @@ class Future(torch.futures.Future, Generic[T]):  # type: ignore[type-arg]
 
     @property
     def state(self) -> str:
-        """The state of the future as text: pending, done, or failed with the type of the error. An
-        error that the program has not looked at yet is still logged."""
+        """The state of the future as text: pending, done, or failed with the type of the error.
+        Reading this property does not count as looking at the error, so an error that the program
+        ignores is still logged."""
         if not self.done():
             return "pending"
         failure = self._failure

@@ -37,9 +37,10 @@ logger = logging.getLogger("gradwire")
 
 #: The longest that one attempt to connect to a suspected peer takes.
 _PROBE_SECONDS = 2.0
-#: The pause after the first failed attempt to connect to a suspected peer. A process that has just
-#: been killed refuses connections a moment after it has closed the old ones. Each further pause is
-#: twice as long, up to the maximum.
+#: The pause after the first failed attempt to connect to a suspected peer. The pause is short,
+#: because a process that was killed refuses new connections very soon after its old ones have
+#: ended, and the refusal shows that it is dead. Each further pause is twice as long, up to the
+#: maximum.
 _FIRST_PAUSE_SECONDS = 0.001
 _MAX_PAUSE_SECONDS = 1.0
 
@@ -102,8 +103,8 @@ class Liveness:
         self._stays: dict[int, Stay] = {}
         #: The workers that are suspected, by id.
         self.suspected: dict[int, Suspicion] = {}
-        #: Guards the two dictionaries. (Reentrant: the garbage collector may run while the lock is
-        #: held, and end a connection.)
+        #: Guards `_stays` and `suspected`. (Reentrant: the garbage collector may run while the lock
+        #: is held, and end a connection.)
         self._lock = threading.RLock()
 
     # -- who is gone
@@ -128,7 +129,9 @@ class Liveness:
             is_back = self.is_gone(info.id)
             if is_back:
                 self._stays[info.id] = Stay()
-        if is_back and info.id >= 0:  # A process that is about to join has no id yet.
+        # A process that is about to join the group has a negative id. It is not a worker that came
+        # back, so there is no warning about it.
+        if is_back and info.id >= 0:
             logger.warning(
                 "worker %s is back. It can be called, and can call, as before; the references that "
                 "it held to values of this worker are void",
@@ -212,10 +215,11 @@ class Liveness:
         self._executor.submit(partial(self._investigate, suspicion))
 
     def _investigate(self, suspicion: Suspicion) -> None:
-        """Try once to connect to a suspected worker, and draw the conclusion."""
+        """Try once to connect to a suspected worker. Depending on the result, stop suspecting the
+        worker, declare it lost, or plan another attempt."""
         info = suspicion.info
         if self.suspected.get(info.id) is not suspicion:
-            return  # The worker was heard from.
+            return  # The worker was heard from, so it is not suspected any more.
         ends = suspicion.ends
         with self._executor.blocking():
             finding = self._peers.probe(info, _PROBE_SECONDS)
@@ -226,7 +230,8 @@ class Liveness:
                 if suspicion.ends == ends:
                     del self.suspected[info.id]
                     return
-                # A connection has ended during the attempt, so the finding may be outdated.
+                # A connection to the worker has ended during the attempt. The worker may have ended
+                # too, so another attempt is needed.
         elif finding is Finding.ENDED or time.monotonic() >= suspicion.deadline:
             self._give_up(suspicion, finding)
             return
@@ -242,7 +247,7 @@ class Liveness:
         info = suspicion.info
         with self._lock:
             if self.suspected.get(info.id) is not suspicion:
-                return  # The worker was heard from at this moment.
+                return  # The worker was heard from just now, so it is not lost.
             del self.suspected[info.id]
             self.stay_of(info.id).ended = True
         if finding is Finding.ENDED:

@@ -56,8 +56,8 @@ class Finding(enum.Enum):
 
 
 class _NoMembership:
-    """Takes the place of the membership in a forked child. The child belongs to no group, so nearly
-    every method raises an error."""
+    """Takes the place of the membership in a process that `os.fork` made from a worker's process.
+    The new process belongs to no group, so nearly every method raises an error."""
 
     fixed = True
 
@@ -183,8 +183,8 @@ class Peers:
             ]
 
     def abandon(self) -> list[ClientChannel]:
-        """Forget all peers, in a forked child. Return the channels, which belong to the parent
-        process."""
+        """Forget all peers. This is called in a process that `os.fork` made from a worker's
+        process. Return the channels, so that the caller can close the new process's copies."""
         channels = [
             channel for peer in self._by_id.values() if (channel := peer.channel) is not None
         ]
@@ -216,8 +216,8 @@ class Peers:
             if channel is None:
                 connection = self._open(peer, call, deadline, timeout)
                 channel = self._make_channel(peer, connection, call)
-                # An earlier attempt to connect may have failed and removed the peer, so the peer is
-                # added again.
+                # An earlier attempt to connect may have failed and removed the peer from the two
+                # dictionaries `_by_id` and `_by_name`. So the peer is added to them again.
                 with self._lock:
                     self._by_id[peer.info.id] = self._by_name[peer.info.name] = peer
                     peer.channel = channel
@@ -240,7 +240,8 @@ class Peers:
             if channel is None:
                 self.connect(peer, "a heartbeat", timeout)
             else:
-                # If the worker does not answer, this connection will end too.
+                # There is a connection, so the worker counts as running for now. If it does not
+                # answer the heartbeat, the connection ends, and the worker is suspected again.
                 channel.send_heartbeat()
             return Finding.RUNS
         except GradwireError:
@@ -275,8 +276,8 @@ class Peers:
     def _log_fallback(
         self, peer: Peer, used: Address, failures: Sequence[tuple[Address, Exception]]
     ) -> None:
-        """Log that a better transport than the one that is used has failed, unless it cannot work
-        between the machines of the two workers."""
+        """Log which transports have failed before the transport `used` has worked. Leave out those
+        that cannot work, because they are local and the two workers are on different machines."""
         for address, error in failures:
             if is_valid_here(peer.member, address):
                 logger.warning(

@@ -46,10 +46,10 @@ These rules keep the invariant true:
    only if the poller is armed or its notification is on the way.
 2. *First the action, then the state.* An interrupt may come after the action and before the state
    is written. If the action was to arm the poller, the poller is armed but the state is not ARMED:
-   this costs one needless turn of the leader. The poller is disarmed in two cases. In the first,
-   the state is NOTIFIED: then no thread relies on the poller, so an interrupt does no harm. In the
-   second, a caller begins to read: a caller that is interrupted while it has the read token ends
-   the connection.
+   this costs one needless turn of the leader. If the action was to disarm the poller, there are two
+   cases. If the state is NOTIFIED, no thread relies on the poller, so the interrupt does no harm.
+   If a caller was about to read, it has the read token. A caller that is interrupted while it has
+   the read token ends the connection, so no answer is expected any more.
 3. *First expect, then read.* A thread adds its call to the open calls before it reads
    `_caller_reads` and `_state`. It needs no lock for this: Python's threads see each other's
    writes in order. If a caller reads, or the state is ARMED, the thread relies on the caller or the
@@ -115,8 +115,8 @@ class Event(enum.IntEnum):
 
 
 class Action(enum.Enum):
-    """What is done when the state changes. To arm the poller means that it notifies the leader of
-    the next answer; to disarm it, that it does not."""
+    """What is done when the state changes. A poller that is armed notifies the leader when the next
+    answer arrives. A poller that is disarmed does not notify the leader of answers."""
 
     NONE = "none"
     ARM = "arm"
@@ -135,7 +135,8 @@ _RULES: dict[State, dict[Event, tuple[State, Action]]] = {
     },
     State.ARMED: {
         Event.ANSWER_EXPECTED: (State.ARMED, Action.NONE),
-        # The poller stays armed. This costs the leader at most one needless turn.
+        # The poller stays armed although no answer is expected. This costs the leader at most one
+        # needless turn.
         Event.NOTHING_EXPECTED: (State.ARMED, Action.NONE),
         # The poller is disarmed, because otherwise the answer would wake both the caller and the
         # leader.

@@ -43,7 +43,7 @@ class RetryQueue:
     ) -> None:
         def retry_or_complete(future: Future[Any]) -> None:
             if outcome.done():
-                return  # `give_up` has completed the future with an error.
+                return  # This worker has shut down: `give_up` has completed the future.
             error = future.exception()
             if error is None:
                 outcome.set_result(future.value())
@@ -76,7 +76,7 @@ class RetryQueue:
                 worker=to.name,
                 call=kind.name,
             )
-            # If the answer completes the future at this moment, `set_exception` raises
-            # RuntimeError.
+            # If another thread completes the future with the answer at this moment, `set_exception`
+            # raises RuntimeError, and the future keeps the answer.
             with contextlib.suppress(RuntimeError):
                 outcome.set_exception(error)

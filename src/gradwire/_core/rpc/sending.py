@@ -66,7 +66,8 @@ class Sender:
         self._timers = timers
         self._resolve_timeout = resolve_timeout
         self.retries = RetryQueue(
-            # Nobody waits for these messages, so they must not keep the calling thread waiting.
+            # `wait=False`: no thread needs the answer to a repeated message at once, so the thread
+            # that sends such a message must not wait while the receiver takes no data.
             lambda to, kind, value: self.request(to, kind, value, retry_timeout, wait=False),
             timers,
         )

@@ -291,8 +291,8 @@ class ServerChannel:
         """Send the answers that are held back."""
         if not self._flush_due:
             return
-        # The flag is reset before sending, so that an answer that is held back from now on sets it
-        # again.
+        # `_flush_due` is reset before the answers are sent. So if another answer is held back while
+        # they are sent, `_flush_due` is True again, and `flush` sends that answer the next time.
         self._flush_due = False
         try:
             self.connection.flush(self._begin_blocked_send)
@@ -321,8 +321,8 @@ class ServerChannel:
     def _must_pause(self) -> bool:
         """Return whether so many threads wait for this caller that no more of its calls may be read
         or served until the caller has read an answer."""
-        # The flag is set before the threads are counted. So a thread whose wait ends after the
-        # count finds the flag set, and makes the worker serve the caller again.
+        # `_paused` is set before the threads are counted. So a thread whose wait ends after the
+        # count finds that `_paused` is True, and makes the worker serve the caller again.
         self._paused = True
         self._paused = len(self._blocked_senders) >= self._executor.limit
         return self._paused
@@ -355,7 +355,7 @@ class ServerChannel:
             self._executor.post(self.flush)
 
     def abandon(self) -> None:
-        """Close this process's copies of the file descriptors, in a forked child. The connection of
-        the parent stays open."""
+        """Close this process's copies of the connection's file descriptors. This is called in a
+        process that `os.fork` made from the worker's process, whose connection stays open."""
         self.end_reason = "this process was forked from the worker's"
         self.connection.abandon()

@@ -104,7 +104,8 @@ class ShutdownBarrier:
             try:
                 left = max(0.05, deadline - began)
                 report = agent.sender.request(first, Kind.BARRIER, agent.metrics.traffic(), left)
-                # If Ctrl-C interrupts the wait, nobody looks at the answer.
+                # If Ctrl-C interrupts the wait, no code looks at the future `report` any more. Then
+                # its error must not be logged.
                 report.expect_failure()
                 answer = report.wait()
             except CallError as error:
@@ -113,8 +114,8 @@ class ShutdownBarrier:
                 if agent.liveness.is_gone(first.id) or isinstance(error, ShutDownError):
                     logger.info("shutdown continues without worker %s: %s", first.name, error)
                     break
-                # Only the connection may have failed. If the first worker has not left and is not
-                # lost, it still needs the report.
+                # The worker `first`, which compares the reports, may still run: perhaps only the
+                # connection to it has failed. If it runs, it needs the report, so send it again.
                 agent.liveness.suspect(first, began)
                 answer = _PAUSE_SECONDS
         if agent.info == first:
@@ -177,7 +178,7 @@ class ShutdownBarrier:
 
     def _note_gone(self, _info: WorkerInfo) -> None:
         if not self._agent.membership.fixed:
-            return  # An open group has no shutdown barrier that could wait for the worker.
+            return  # An open group has no shutdown barrier, so nothing waits for the worker.
         with self._changed:
             self._changed.notify_all()
         self._conclude()
@@ -239,8 +240,9 @@ class _Watch:
         self.next_look = self._start + self._pause
 
     def ends(self, workers: list[int]) -> bool:
-        """Return whether it is useless to wait for these workers any longer. Look at them only when
-        the time for the next look has come."""
+        """Return whether a shutdown should stop waiting for `workers`, because they have done
+        nothing for `idle_limit` seconds. Before the time `next_look`, return False at once: the
+        workers are not asked so often."""
         now = time.monotonic()
         if now < self.next_look:
             return False
@@ -260,7 +262,8 @@ class _Watch:
         return idle >= self._idle_limit
 
     def _look(self, workers: list[int], seconds: float) -> bool:
-        """Return whether one of these workers has worked in the last `seconds`."""
+        """Ask `workers` what they have done so far. Return whether at least one of them has worked
+        since it was last asked, `seconds` ago."""
         send = self._agent.sender.request
         asked = {worker: send(worker, Kind.ACTIVITY, None, _ANSWER_SECONDS) for worker in workers}
         works = False

@@ -86,8 +86,9 @@ class OwnerTable:
             return fork_id in self._deleted_forks
 
     def is_void(self, rref_id: int, fork_id: int | None) -> bool:
-        """Return whether the owner has given up a confirmed fork, so that its value may be gone.
-        `fork_id` is None if the fork is not confirmed yet. Then the table need not list it."""
+        """Return whether a fork is void: it was confirmed, but the table does not list it, so the
+        value may have been dropped. `fork_id` is None if the fork is not confirmed yet. Such a fork
+        is not void, even if the table does not list it."""
         if fork_id is None:
             return False
         with self._lock:

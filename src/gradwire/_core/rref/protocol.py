@@ -100,9 +100,9 @@ class RRefs:
         #: The lock is reentrant, because while a thread holds it, the garbage collector may run
         #: user code in that thread, and this code may send RRefs.
         self._lock = threading.RLock()
-        #: The RRefs that were sent, and the stays of the workers to which they were sent (None
-        #: until the message has been sent). The receiver makes a new RRef, whose id is the key. An
-        #: RRef is kept here until the owner of the value knows of that new RRef.
+        #: The parents: RRefs that this worker has sent. Each is kept alive until the owner knows of
+        #: its child, the new RRef that the receiver makes. Maps the id of the child to the parent
+        #: and the stay of the receiver (None until the message has been sent).
         self._pending_children: dict[int, tuple[RRef[Any], Stay | None]] = {}
         #: The deleted RRefs to values of other workers. Those workers have not been told of the
         #: deletions yet.
@@ -137,8 +137,8 @@ class RRefs:
         timeout: float,
         name: str = "",
     ) -> RRef[Any]:
-        """Run a function on a worker, and return an RRef to the result, which stays there. `name`:
-        as for `FunctionCalls.rpc_sync`."""
+        """Run a function on a worker, and return an RRef to the result, which stays there. Errors
+        call the function `name`, if a name is given."""
         peer, seconds = self._agent.peers.find(to), self._agent.timeout(timeout)
         rref_id = self.next_id()
         local = peer.info.id == self.info.id
@@ -154,7 +154,8 @@ class RRefs:
         created = self._agent.sender.call_async(
             peer, Kind.PYTHON_REMOTE_CALL, name or func, encoded, seconds, tags
         )
-        created.expect_failure()  # A program gets the error later, when it uses the value.
+        # If the call fails, the error is not logged: the program gets it when it uses the value.
+        created.expect_failure()
         rref._made_by = name or func
         if local:
             rref._set_up(self, rref_id, self.info, owned, 0, created)
@@ -189,7 +190,9 @@ class RRefs:
 
         def fail(error: BaseException, what: str) -> None:
             detach(error, what, self.info)
-            if request.subject:  # The call was decoded, so `what` is the name of the function.
+            # If the call was decoded, `what` is the name of the function, and a note with that name
+            # is added to the error. Otherwise no function was called.
+            if request.subject:
                 add_place(error, request.subject, what, self.info.name)
             owned.set_error(error, f"{what} on worker {self.info.name!r}")
             request.answer(None)
@@ -393,7 +396,8 @@ class RRefs:
 
     def _serve_fork_request(self, request: Request) -> None:
         rref_id, fork_id, parent_fork = request.decode()
-        # The message may be repeated after the parent was deleted. Then the fork is listed already.
+        # If the table lists the fork already, this message was repeated. Then the parent is not
+        # checked, because it may have been deleted since the message first arrived.
         if self.table.is_void(rref_id, fork_id):
             self._check_fork(rref_id, parent_fork)
         self.table.add_fork(rref_id, fork_id, self._stay_of(request.caller.id))
@@ -546,8 +550,8 @@ class _RRefAttachment:
 
 
 def _confirmed_fork(rref: RRef[Any]) -> int | None:
-    """Return the id of a confirmed user, which its owner must know. Return None for any other RRef:
-    it is on the owner, or the owner may not know of it yet."""
+    """Return the id of `rref` if it is a confirmed user. The owner's table must list that id.
+    Return None if `rref` is on the owner, or if the owner may not know of it yet."""
     return rref._fork_id if rref._owned is None and rref.confirmed_by_owner() else None
 
 

@@ -209,7 +209,7 @@ class RRef(Generic[T]):
         )
 
     def __repr__(self) -> str:
-        # This looks at no value of another worker, and waits for nothing.
+        # `repr` must not wait. So this method uses only what this worker knows already.
         try:
             rref_id, owner, owned, confirmation = (
                 self._rref_id,

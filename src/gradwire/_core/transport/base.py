@@ -21,7 +21,8 @@ from typing import NamedTuple, Protocol
 from gradwire._core.transport.poller import Poller
 from gradwire._core.wire.frames import Frame
 
-#: Has a function called after so many seconds.
+#: The type of a function `call_later(seconds, callback)`. It arranges that `callback` is called
+#: after that time.
 CallLater = Callable[[float, Callable[[], None]], None]
 #: A deadline that has passed: send what can be sent without waiting.
 AT_ONCE = -inf
@@ -53,8 +54,8 @@ class Connection(Protocol):
 
     @property
     def last_taken(self) -> float:
-        """When the peer last took data from a thread that had to wait for that, as
-        `time.monotonic` returns it. 0 if no thread has waited yet."""
+        """The last time at which the peer took data after it had made a sending thread wait. It is
+        a time of `time.monotonic`, or 0 if no thread has waited yet."""
 
     def send(
         self, frame: Frame, blocked: Callable[[], object] | None = None, deadline: float = inf
@@ -116,8 +117,10 @@ class Connection(Protocol):
         """Have the poller call back only when the peer closes the connection."""
 
     def trim(self) -> None:
-        """Free the memory that was not used since the last call of `trim`. Do not wait for the
-        peer. Raise SendTimeout if something is kept back now, so that `flush` must be called."""
+        """Free the memory that was not used since the last call of `trim`. If it is shared memory,
+        the peer is told to free it too, with a message. Do not wait until the peer takes this
+        message. Raise SendTimeout if a part of it, or a frame before it, is kept back. The caller
+        must then see to it that `flush` is called."""
 
     def close(self) -> None:
         """End the connection at both ends. Any thread may call this, and more than once."""
@@ -158,6 +161,7 @@ class Transport(Protocol):
 
     def connect(self, place: str, me: Greeting, them: Greeting, timeout: float) -> Connection:
         """Open a connection to the worker `them`, within `timeout` seconds in all. Raise
-        ConnectionRefusedError only if that worker certainly does not listen at `place`: nothing
-        does, or another worker of the group does, as it has proven. Raise AuthenticationError if
-        anything else answers, and another OSError for any other failure."""
+        ConnectionRefusedError only if that worker certainly does not listen at `place`: either no
+        process listens there, or the process that listens has proven that it is another worker of
+        the group. Raise AuthenticationError if the process that answers has not proven that it is
+        a worker of the group. Raise another OSError for any other failure."""

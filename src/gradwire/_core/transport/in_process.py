@@ -110,7 +110,7 @@ class InProcessConnection:
     """One end of a connection. The attribute `other` is the peer's end."""
 
     other: InProcessConnection
-    #: No thread ever waits for the peer.
+    #: Always 0, because a thread that sends never has to wait for the peer.
     last_taken = 0.0
 
     def __init__(self, peer: Greeting):

@@ -39,7 +39,7 @@ MAX_PENDING = 128
 #: After this many seconds, a listener that could not accept clients tries again.
 RETRY_SECONDS = 1.0
 
-#: Returns up to so many bytes from a socket.
+#: The type of a function `receive(sock, size)`, which returns up to `size` bytes from a socket.
 Receive = Callable[[socket.socket, int], bytes]
 
 
@@ -153,7 +153,7 @@ class StreamListener:
         self._pending: dict[PendingHandshake, None] = {}
         self._lock = threading.Lock()
         self._closed = False
-        #: Whether `_reject_late` will be called.
+        #: Whether a call of `_reject_late` is scheduled.
         self._has_timer = False
         #: Whether this listener accepts no clients at present. The poller then does not watch the
         #: listening socket.
@@ -276,7 +276,8 @@ class StreamListener:
             return True
 
     def _reject_late(self) -> None:
-        """Reject the clients that take too long. If others are pending, come back for them."""
+        """Reject the clients that take too long. If other clients are pending, schedule the next
+        call of this method."""
         self._reject_older_than(HANDSHAKE_SECONDS)
         with self._lock:
             oldest = next(iter(self._pending), None)

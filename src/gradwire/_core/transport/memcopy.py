@@ -19,7 +19,8 @@ from contextlib import suppress
 
 #: For copies of this size and larger, a second thread saves time.
 _TWO_THREADS_BYTES = 32 << 20
-#: The number that glibc gives to this setting. Python does not list it in `os.sysconf_names`.
+#: With this argument, `os.sysconf` returns the size of the level 2 cache on systems with glibc.
+#: The number is written here because `os.sysconf_names` does not list it.
 _SC_LEVEL2_CACHE_SIZE = 191
 
 

@@ -39,7 +39,8 @@ class Poller(Protocol):
     def remove(self, fd: int) -> None: ...
 
     def expect_more(self) -> None:
-        """Tell the poller that the next event will probably come soon."""
+        """Tell the poller that the next event will probably come soon, so that the next wait may
+        spin before it sleeps."""
 
     def post(self, callback: Callback) -> None:
         """Have `next` return `callback` as soon as possible."""

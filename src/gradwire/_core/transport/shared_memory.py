@@ -215,8 +215,8 @@ class SegmentSender:
                         segment.memory[0] = _FREE
 
     def retire(self, number: int) -> None:
-        """Undo `take_retired` for the segment with this number, because the receiver was not
-        told."""
+        """Undo `take_retired` for the segment with this number, because the frame that names it as
+        retired was not sent."""
         with self._lock:
             self._retired.append(number)
 

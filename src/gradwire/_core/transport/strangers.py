@@ -1,14 +1,13 @@
 """Unix sockets whose other end may be a stranger, a process that does not know the group's token.
 
-A stranger can attach file descriptors to what it sends. To close the last copy of a descriptor may
-block for as long as the stranger likes: for example, if it is a socket with SO_LINGER and unsent
-bytes. The kernel closes such copies in the thread that reads the bytes without taking the
-descriptors, and in the thread that closes the socket on which the bytes were not read. So this
-module
+A stranger can attach file descriptors to the bytes that it sends. If this process does not take the
+descriptors, the kernel closes them: when a thread reads the bytes, or when a thread closes the
+socket without having read the bytes. This can block the thread for as long as the stranger likes,
+for example if a descriptor is a socket with SO_LINGER and unsent bytes. So this module
 
 - reads only bytes without descriptors. It looks at the bytes first, with MSG_PEEK, which leaves the
   descriptors where they are;
-- has a thread of its own close a socket that still holds bytes.
+- starts a separate thread to close a socket that still has unread bytes.
 """
 
 from __future__ import annotations
@@ -47,7 +46,8 @@ def user_of_peer(sock: socket.socket) -> int:
 def receive(sock: socket.socket, size: int) -> bytes:
     """Like `sock.recv`, but raise AuthenticationError before a byte with descriptors is read."""
     data, _, flags, _ = sock.recvmsg(size, 0, socket.MSG_PEEK)
-    if flags & socket.MSG_CTRUNC:  # There are descriptors, and no room was given for them.
+    # `recvmsg` was called without a buffer for descriptors, so it sets this flag if there are any.
+    if flags & socket.MSG_CTRUNC:
         raise AuthenticationError(
             "the other side sent file descriptors before it has proven that it knows the token"
         )
@@ -55,8 +55,8 @@ def receive(sock: socket.socket, size: int) -> bytes:
 
 
 class SocketCloser:
-    """Closes sockets without blocking the calling thread. A socket that holds nothing is closed at
-    once, the others are closed by a thread, which lives as long as there is something to close."""
+    """Closes sockets without blocking the calling thread. A socket without unread bytes is closed
+    at once. All other sockets are closed by a separate thread, which ends when none is left."""
 
     def __init__(self) -> None:
         self._waiting: deque[int] = deque()
@@ -71,7 +71,7 @@ class SocketCloser:
 
     def close(self, sock: socket.socket) -> None:
         """End a connection, and close its socket."""
-        # After the shutdown, the peer can send no more.
+        # Shut the socket down first: then no bytes can arrive between the check and the close.
         with suppress(OSError):
             sock.shutdown(socket.SHUT_RDWR)
         if _is_empty(sock):
@@ -96,14 +96,14 @@ class SocketCloser:
                 self._close_later(sock)
 
     def finish(self) -> None:
-        """Wait a moment until all sockets are closed."""
+        """Wait until all sockets are closed, but no longer than _LAST_CLOSE_SECONDS."""
         thread = self._thread
         if thread is not None:
             thread.join(_LAST_CLOSE_SECONDS)
 
     def abandon(self) -> None:
-        """Close the file descriptors that a forked child process has inherited. The child has not
-        inherited the thread, and may make workers of its own with this object."""
+        """Close the file descriptors that a forked child process has inherited. Forget the closing
+        thread, which the child has not inherited, so that the child can use this object again."""
         self._lock, self._thread, self._runs = threading.Lock(), None, False
         while self._waiting:
             with suppress(OSError):
@@ -115,7 +115,8 @@ class SocketCloser:
             if self._runs:
                 return
             thread = threading.Thread(target=self._run, name="gradwire-closer", daemon=True)
-            # If the system allows no more threads, the socket waits for the next one.
+            # If the system allows no more threads, the socket stays in `_waiting`. The next call of
+            # this method tries again to start a thread.
             with suppress(RuntimeError):
                 thread.start()
                 self._thread, self._runs = thread, True
@@ -132,7 +133,8 @@ class SocketCloser:
 
 
 def _is_empty(sock: socket.socket) -> bool:
-    """Return whether a socket holds no bytes. The socket must have been shut down."""
+    """Return whether a socket has no unread bytes. The socket must have been shut down, so that no
+    more bytes can arrive."""
     try:
         return not sock.recv(1, socket.MSG_PEEK)
     except BlockingIOError:

@@ -116,8 +116,8 @@ class StreamConnection:
         #: The lock held by the thread that writes to the stream.
         self._write_lock = threading.Lock()
         #: What is kept back, in the order in which it must be sent: frames, and in front of them
-        #: perhaps the rest of a frame that was sent in part, as bytes. Any thread appends and
-        #: withdraws frames. All else is done under the write lock.
+        #: perhaps the rest of a frame that was sent in part, as bytes. Any thread may append
+        #: or withdraw a frame. Any other use of this queue requires the write lock.
         self._held: deque[Frame | bytes] = deque()
         self.last_taken = 0.0
         #: The lock held while the file descriptor is closed. It is reentrant, because while a
@@ -278,8 +278,8 @@ class StreamConnection:
     ) -> None:
         """Send what is kept back, then the pieces of a new frame in `parts`. The caller holds the
         write lock. Raise SendTimeout at the deadline, as `Connection.send` describes."""
-        # How many bytes of what was kept back are left at the front of `parts`. Below 0, a part of
-        # the new frame has been sent.
+        # The number of bytes at the front of `parts` that were kept back and are still to be sent.
+        # If this number is negative, a part of the new frame has been sent already.
         held_bytes = 0
         try:
             while True:
@@ -299,7 +299,8 @@ class StreamConnection:
                         sent = self._stream.sendmsg(parts[:_MAX_PARTS])
                 except BlockingIOError:
                     if held_bytes > 0:
-                        # While this thread waits, other threads may withdraw these frames.
+                        # Put the unsent frames back into `_held`, so that other threads can
+                        # withdraw them while this thread waits.
                         del parts[0]
                         self._put_back(held, held_bytes)
                         held_bytes = 0
@@ -308,7 +309,8 @@ class StreamConnection:
                         blocked = None
                     if blocked is None and not self._wait_for_peer(deadline):
                         if held_bytes < 0:
-                            # The tensors of the frame may change from now on, so copy the rest.
+                            # Copy the rest of the frame, because the caller may change the
+                            # frame's tensors after this method has raised the error.
                             self._held.appendleft(b"".join(parts))
                         raise SendTimeout(withdrawn=not held_bytes) from None
                     self.last_taken = monotonic()
@@ -360,8 +362,8 @@ class StreamConnection:
             return held
 
     def _put_back(self, held: list[Frame | bytes], unsent: int) -> None:
-        """Keep back again what `_take_held` has returned, as far as it is among the last `unsent`
-        bytes, which have not been sent."""
+        """Keep back again the part of `held` that was not sent: its last `unsent` bytes. The list
+        `held` comes from `_take_held`."""
         while unsent:
             item = held.pop()
             data = _as_bytes(item)

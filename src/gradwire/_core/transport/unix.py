@@ -10,7 +10,8 @@ side first asks the system which user the other process belongs to. It refuses o
 the option `allow_other_users` is set.
 
 After the handshake, when both sides have proven that they belong to the group, the client sends
-four file descriptors, and the listener answers READY (`strangers` says why it is not done before):
+four file descriptors, and the listener answers READY. The client must not send descriptors earlier;
+the module `strangers` explains why. The client sends:
 
 - one end of a socket pair, the *channel*, over which both sides pass the file descriptors of
   segments, the pieces of shared memory that carry large tensors;
@@ -72,7 +73,8 @@ class UnixTransport:
     segment_bytes: int = SEGMENT_BYTES
     allow_other_users: bool = False
     name: str = "unix"
-    #: Closes the sockets of processes that are not known to be members of the group.
+    #: Closes sockets without blocking the calling thread. A plain `close` may block if the process
+    #: at the other end is a stranger, one that does not know the group's token.
     closer: SocketCloser = field(
         default_factory=SocketCloser, init=False, repr=False, compare=False
     )
@@ -131,8 +133,8 @@ class UnixTransport:
 
 
 def _wait_for_room(sock: socket.socket, address: str, deadline: float) -> None:
-    """Connect a socket. If the listener has no room for more clients, wait for it: the system does
-    not wait, if the socket has a timeout."""
+    """Connect a socket. If the listener's queue of new clients is full, try again until the queue
+    has room. The system itself waits for room only if the socket has no timeout."""
     pause = 0.0005
     while True:
         try:
@@ -253,8 +255,8 @@ class UnixConnection(StreamConnection):
             self._end_writing()
 
     def _tell_retired(self, entries: Sequence[Entry]) -> None:
-        """Send the notices about retired segments. Do not wait, because the thread that calls
-        `trim` has other connections to look after."""
+        """Tell the peer which segments this side has retired, that is, will not use again. Do not
+        wait, because the thread that calls `trim` has other connections to look after."""
         try:
             self._write([pack_prefix(0, entries)], None, AT_ONCE)
         except SendTimeout as timeout:
@@ -287,7 +289,8 @@ class UnixListener(StreamListener):
         call_later: CallLater,
     ):
         self._transport = transport
-        #: The other users whose processes were refused.
+        #: The ids of the users whose processes this listener has refused. For each such user, it
+        #: logs only one warning.
         self._refused: set[int] = set()
         super().__init__(sock, address, transport.token, me, poller, accepted, call_later)
 

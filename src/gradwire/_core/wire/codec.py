@@ -119,7 +119,9 @@ class Codec:
             try:
                 self.encode(value).notify_attachments(None)
             except Exception as cause:
-                cause.__context__ = None  # This was `error`, which says the same.
+                # Python has set `__context__` to `error`. Remove it, because a traceback would show
+                # the same failure twice.
+                cause.__context__ = None
                 advice = closures_advice(value, cause)
                 return f"{description} cannot be sent: {cause}{advice}", cause
         call = as_written(func, args, kwargs)[0]
@@ -153,9 +155,9 @@ class Codec:
 
     def _describe_other(self, obj: Any, encoded: Encoded) -> list[Any] | bytes:
         """Return the description of an object that `marshal` cannot encode and that is not a dense
-        tensor. For an instance of a registered type the description is a list, for any other object
-        it is the bytes of a pickle. (For a dense tensor it is a tuple. So the type of a description
-        tells the receiver which of the three it has.)"""
+        tensor. For an instance of a registered type, the description is a list. For any other
+        object, it is a pickle, as bytes. (The description of a dense tensor is a tuple. So the
+        receiver can tell from the type of a description how to rebuild the object.)"""
         if type(obj) in self._registered_types:
             name, reduce = self._registered_types[type(obj)]
             return [name, encoded.as_current(reduce, obj)]
@@ -208,7 +210,8 @@ def call_name(func: Any) -> str:
             return f"torch.ops.{func}"
         name = getattr(func, "__qualname__", None) or func.__name__
         if isinstance(func, _BUILTIN_TYPES):
-            # Python calls `torch.add` by the name `_VariableFunctionsClass.add`.
+            # The `__qualname__` of `torch.add` is `_VariableFunctionsClass.add`, which users do
+            # not know. `resolve_name` returns "torch.add".
             with suppress(Exception):
                 name = resolve_name(func) or name
         return str(name)
@@ -221,9 +224,10 @@ AsWritten = Callable[..., tuple[str, tuple[Any, ...], dict[str, Any]]]
 
 
 def show_as(as_written: AsWritten) -> Callable[[F], F]:
-    """Mark a function of gradwire that calls something else, for example a method of a remote
-    value. Errors then show the call as the program has written it: `as_written` gets the arguments
-    of the function."""
+    """Return a decorator for a function of gradwire that another worker runs for the program, for
+    example to call a method of a remote value. Errors then show the call that the program has
+    written, not the call of the decorated function. The parameter `as_written` returns the
+    program's call. It gets the arguments of the decorated function."""
 
     def mark(func: F) -> F:
         func.as_written = as_written  # type: ignore[attr-defined]
@@ -237,7 +241,9 @@ def as_written(
 ) -> tuple[str, tuple[Any, ...], dict[str, Any]]:
     """Return the name and the arguments of a call, as the program has written the call."""
     if isinstance(func, FunctionType) and hasattr(func, "as_written"):
-        with suppress(Exception):  # The arguments may come from another worker, and be wrong.
+        # The arguments may come from another worker, and may not fit the function. Then return the
+        # function's own name below.
+        with suppress(Exception):
             named: tuple[str, tuple[Any, ...], dict[str, Any]] = func.as_written(*args, **kwargs)
             return named
     return call_name(func), args, kwargs

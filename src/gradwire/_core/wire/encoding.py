@@ -41,8 +41,8 @@ class Attachment(Protocol):
 
     def sent(self, to: WorkerInfo | None) -> None:
         """This is called when the message was sent to the worker `to`. If it is called with None,
-        the message will never be sent. A message that was held back, and is then withdrawn, gets
-        both calls."""
+        the message will never be sent. If the message is held back and later withdrawn, this is
+        called twice: once with the worker, and once with None."""
 
     def answered(self, by: WorkerInfo) -> None:
         """This is called when the worker `by` has answered the call that contained the object. This
@@ -78,8 +78,8 @@ class Encoded(Frame):
         self.attachments: list[Attachment] = []
 
     def as_current(self, function: Callable[[Any], Any], argument: Any) -> Any:
-        """Call a function and return its result. Meanwhile this object is the thread's current
-        encoding, to which `add_attachment` adds."""
+        """Call a function and return its result. While the function runs, this object is the
+        thread's current encoding: `add_attachment` adds attachments to it."""
         outer, thread_state.encoding = thread_state.encoding, self
         try:
             return function(argument)

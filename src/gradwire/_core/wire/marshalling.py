@@ -29,7 +29,8 @@ PAIR, VALUE, CALL = range(3)
 _ATOMS = frozenset({int, float, complex, bool, type(None)})
 _TEXTS = frozenset({str, bytes})
 _CONTAINERS = frozenset({tuple, list, dict})
-# A value with a larger container or with more containers is pickled, because that is faster.
+# A value is pickled if one of its containers has more than _MAX_ITEMS items, or if it has more than
+# _MAX_CONTAINERS containers. Pickle is faster than `marshal` for such values.
 _MAX_ITEMS = 16
 _MAX_CONTAINERS = 4
 #: A value with a longer text is pickled. If the text occurs several times in the value, a pickle

@@ -1,8 +1,8 @@
 """Values as pickles whose tensors and large arrays travel outside of the pickle.
 
-A `ValuePickler` writes pickles, and `unpickle` reads them. This module has the reducers, the
-functions that tell pickle how to encode an object, for tensors, registered types and torch's
-operators. A pickle names the functions that rebuild these objects by module and name, so both
+A `ValuePickler` writes pickles, and `unpickle` reads them. A reducer is a function that tells
+pickle how to encode an object. This module has reducers for tensors, registered types and torch's
+operators. A pickle refers by module and name to the functions that rebuild these objects, so both
 workers must run the same version of this module.
 """
 

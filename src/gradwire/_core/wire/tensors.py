@@ -46,8 +46,9 @@ SPREAD = 4
 #: If the memory from the first to the last element has room for at most this many elements, the
 #: receiver restores the gaps (flag SPREAD). Otherwise it makes a contiguous tensor.
 _MAX_SPREAD_SPAN = 256
-#: In an expanded tensor, a stride is 0, so several elements share the same memory. If the tensor
-#: has at most this many bytes, all its elements are sent, because that is faster.
+#: In an expanded tensor, a stride is 0, so several elements share the same memory. This memory is
+#: usually sent only once. But if the `nbytes` of the tensor, which counts every element, is at most
+#: this number, all elements are sent, because that is faster for so few bytes.
 _MAX_EXPANDED_BYTES = 1024
 #: The elements of tensors of at most this many bytes travel inside the encoded value, not as a
 #: separate buffer.
@@ -111,7 +112,8 @@ def _elements(tensor: Tensor, buffers: list[Tensor]) -> bytes | None:
     if size > INLINE_BYTES:
         buffers.append(tensor.detach())
         return None
-    # If `contiguous` makes a copy, the variable keeps the copy alive until its bytes are read.
+    # `contiguous` may make a copy. The variable `tensor` keeps the copy alive until its bytes are
+    # read by address.
     tensor = tensor.contiguous()
     elements: bytes = _arrays_at[size](tensor.data_ptr()).raw
     return elements

@@ -1,4 +1,5 @@
-"""The names of ``torch.distributed.rpc._utils``, in which torch's groups admit new workers."""
+"""The names of ``torch.distributed.rpc._utils``. In torch, its functions add and remove workers of
+a group that is already running. In gradwire, they raise an error."""
 
 from __future__ import annotations
 

@@ -68,7 +68,8 @@ __all__ = [
     "shutdown",
 ]
 
-#: torch's C++ class of references. Here it is the class that programs use.
+#: In torch, `PyRRef` is a C++ class, and `RRef` derives from it. In gradwire, both names mean the
+#: same class.
 PyRRef = RRef
 logger = logging.getLogger("gradwire")
 
@@ -97,8 +98,8 @@ def _require_initialized(function: Function) -> Function:
 
 @contextlib.contextmanager
 def _use_rpc_pickler(rpc_pickler: Any) -> Iterator[None]:
-    """Make this pickler the default pickler in the with block. It has no effect on calls, which
-    always use gradwire's own encoding."""
+    """Make `rpc_pickler` the default pickler within the with block. Calls do not use the default
+    pickler, because they always use gradwire's own encoding."""
     global _default_pickler
     _default_pickler = rpc_pickler
     try:
@@ -214,15 +215,17 @@ def _broadcast_to_followers(sequence_id: str, objects_map: dict[str, Any]) -> No
 def _all_gather(
     obj: Any, worker_names: Collection[str] | None = None, timeout: float = UNSET_RPC_TIMEOUT
 ) -> dict[str, Any]:
-    """Send a value to all these workers, and return the values of all of them by worker name. Each
-    of these workers must call this function."""
+    """Exchange values with the workers in `worker_names`, or with all workers if that is None.
+    Each of these workers must call this function with its own `obj`. The result maps the name of
+    each worker to its `obj`."""
     agent = _get_current_rpc_agent()
     names = set(worker_names or (info.name for info in agent.get_worker_infos()))
     me, leader = agent.get_worker_info().name, min(names)
     gathering_id = _gatherings.begin(names)
     # If the program gives no timeout, each remote call here has the default timeout. But the wait
     # for the values of the other workers needs a much longer limit, because other workers may call
-    # `_all_gather` much later. The value 0.0 makes `_gatherings.wait` use such a long limit.
+    # `_all_gather` much later. So `wait_limit` is 0.0, which makes `_gatherings.wait` wait up to
+    # `LONGEST_WAIT_SECONDS`.
     wait_limit = 0.0 if timeout == UNSET_RPC_TIMEOUT else timeout
     call_limit = get_rpc_timeout() if timeout == UNSET_RPC_TIMEOUT else timeout
     try:
@@ -254,7 +257,7 @@ def _all_gather(
 
 @_require_initialized
 def _barrier(worker_names: Collection[str]) -> None:
-    """Wait until all these workers have called this function."""
+    """Wait until all workers in `worker_names` have called this function."""
     try:
         _all_gather(None, set(worker_names))
     except RuntimeError:

@@ -59,7 +59,8 @@ def register_backend(
     construct_rpc_backend_options_handler: Callable[..., Any],
     init_backend_handler: Callable[..., Any],
 ) -> Any:
-    """Register a backend, which consists of these two functions; see `BackendValue`."""
+    """Register a backend under a name. One of the two given functions makes the options of a
+    worker, and the other one makes its agent; see `BackendValue`."""
     global BackendType
     if backend_registered(backend_name):
         raise RuntimeError(f"RPC backend {backend_name}: already registered")

@@ -13,8 +13,8 @@ from collections import Counter, defaultdict
 from dataclasses import dataclass, field
 from typing import Any
 
-#: Without a timeout, a shutdown and other gatherings wait at most this long, whether the other
-#: workers work or not.
+#: If the program gives no timeout, a gathering waits at most this long for the values of the other
+#: workers, even if they are still busy. A graceful shutdown is such a gathering.
 LONGEST_WAIT_SECONDS = 3600.0
 
 

@@ -43,12 +43,12 @@ RemoteException = RemoteError
 
 
 class _EnclosedAttachment:
-    """An attachment (an object that must learn what happens to its message) inside bytes that are
-    only a part of the message.
+    """An attachment (an object that must learn what happens to its message) of a value that
+    `_InternalRPCPickler` has encoded as bytes.
 
-    The receiver may answer the message before it decodes these bytes, or may never decode them. So
-    neither an answer nor a lost connection shows whether the receiver got the object, and both are
-    ignored here.
+    The program sends these bytes as a part of a message. The receiver may answer the message before
+    it decodes the bytes, or may never decode them. So neither an answer nor a lost connection shows
+    whether the receiver got the object. Therefore the attachment is not told of them.
     """
 
     def __init__(self, attachment: Attachment):

@@ -116,7 +116,8 @@ class TensorPipeRpcBackendOptions(RpcBackendOptions):
         )
 
 
-#: The class from which torch derives its options. Here it is the same class.
+#: In torch, `TensorPipeRpcBackendOptions` derives from this class. In gradwire, both names mean the
+#: same class.
 _TensorPipeRpcBackendOptionsBase = TensorPipeRpcBackendOptions
 
 
@@ -132,8 +133,9 @@ def _warn_once(option: str, reason: str) -> None:
 
 
 def _levels_below_program() -> int:
-    """Return the number of calls of gradwire's functions on this thread's stack, from the innermost
-    one up to the program's own function."""
+    """Return how many nested calls of gradwire's functions lead from the program's own function to
+    the caller of this one. A warning needs this number for its `stacklevel`, so that it shows a
+    line of the program."""
     levels, frame = 0, sys._getframe(1)
     while frame.f_back is not None and frame.f_globals.get("__name__", "").startswith("gradwire."):
         levels, frame = levels + 1, frame.f_back

@@ -1,5 +1,5 @@
-"""The names of ``torch.distributed.rpc.rref_proxy``: the class of what `RRef.rpc_sync`,
-`RRef.rpc_async` and `RRef.remote` return."""
+"""The names of ``torch.distributed.rpc.rref_proxy``. `RRefProxy` is the class of the objects that
+`RRef.rpc_sync`, `RRef.rpc_async` and `RRef.remote` return."""
 
 from __future__ import annotations
 

@@ -225,7 +225,8 @@ def _run_pass(
 
 
 def _run_at_once(episode: Episode, context_id: int, results: list[Tensor]) -> bool:
-    """Run the backward passes of an episode at the same time, each in a thread of its own."""
+    """Run the backward passes of an episode (the use of one context) at the same time, each in a
+    thread of its own."""
     with ThreadPoolExecutor(len(episode.passes)) as threads:
         running = [
             threads.submit(copy_context().run, _run_pass, context_id, results, backward_pass, True)

@@ -81,9 +81,10 @@ class _Generator:
     def _episode(self, into_grad: bool) -> Episode:
         order: Order = "first"
         if self._chance(0.25):
-            # The order "create" makes gradients that are part of an autograd graph. Adding to them
-            # in place would break this graph, so they must not be in `.grad`. Torch has this limit
-            # too.
+            # Both "penalty" and "create" compute second-order gradients. In "create", a backward
+            # pass with create_graph makes the first gradients, so they are part of an autograd
+            # graph. Adding to them in place would break the graph. So "create" is not chosen if
+            # gradients are accumulated into `.grad`. Torch has this limit too.
             order = "penalty" if into_grad else self._random.choice(["penalty", "create"])
         passes, between = [self._pass()], None
         if order == "first" and self._chance(0.3):

@@ -26,7 +26,7 @@ GetResults = Callable[[], list[Tensor]]
 @dataclass(frozen=True)
 class ParameterKind:
     """The properties of a parameter. With `is_parameter`, the parameter is an `nn.Parameter` and
-    not a plain tensor. With `has_attribute`, it has a Python attribute."""
+    not a plain tensor. With `has_attribute`, the program sets an extra Python attribute on it."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype = torch.float64
@@ -114,7 +114,8 @@ class WorkerState:
         if not x.requires_grad:
             return x
         if x.is_leaf:
-            # Add the hook to a copy, because another backward pass may be using the leaf.
+            # A backward pass on another thread may be using the leaf. It would sometimes call a
+            # new hook of the leaf and sometimes not. So add the hook to a copy, which is new.
             x = x * 1
         self._add_hook(f"hook {key}", x, 0.75)
         return x
