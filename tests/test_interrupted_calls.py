@@ -406,7 +406,10 @@ def interrupt_at(moment: int) -> Any:
 @pytest.mark.parametrize("transport", ["in_process", "unix"])
 def test_an_interrupt_of_a_waiting_thread_leaves_no_call_open(transport: str) -> None:
     """Wherever it strikes, other calls finish, the next call works, and no reference is held."""
-    with cluster(2, transports=transports_named(transport), graceful=False) as (caller, _):
+    # A heartbeat would end a connection that nobody reads, and so hide that nobody reads it.
+    options = rpc.Options(heartbeat_interval=1000, heartbeat_limit=2000)
+    transports = transports_named(transport)
+    with cluster(2, transports=transports, options=options, graceful=False) as (caller, _):
         interrupts = 0
         for moment in itertools.count():
             others = [caller.rpc_async("worker1", max, (number, 1)) for number in range(3)]

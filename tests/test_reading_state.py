@@ -287,6 +287,8 @@ class Model:
     state: State = State.IDLE
     caller_reads: bool = False
     locked: bool = False
+    #: The move that a thread is making: the next state, and the action.
+    moving: tuple[State, Action] = (State.IDLE, Action.NONE)
     token_free: bool = True
     open: frozenset[int] = frozenset()
     #: Calls the peer will answer, and answers that can be read.
@@ -319,17 +321,23 @@ def move(event: Event) -> Program:
         model.locked = True
         return None
 
-    def act(model: Model) -> None:
-        action = TABLE[model.state][event][1]
-        if action is not Action.NONE:
-            model.armed = action is Action.ARM
+    def first(model: Model) -> None:
+        state, action = TABLE[model.state][event]
+        model.moving = (state, action)
+        if action is Action.ARM:
+            model.armed = True
             poll(model)
+        else:
+            model.state = state
 
-    def write(model: Model) -> None:
-        model.state = TABLE[model.state][event][0]
-        model.locked = False
+    def then(model: Model) -> None:
+        state, action = model.moving
+        model.state = state
+        if action is Action.DISARM:
+            model.armed = False
+        model.locked, model.moving = False, (State.IDLE, Action.NONE)
 
-    return [lock, act, write]
+    return [lock, first, then]
 
 
 def expect_answer(done: str) -> Program:

@@ -156,9 +156,11 @@ class ClientChannel:
             state, action = TABLE[self._state][event]
             if action is _ARM:
                 self.connection.arm()
-            elif action is _DISARM:
-                self.connection.disarm()
-            self._state = state
+                self._state = state
+            else:
+                self._state = state
+                if action is _DISARM:
+                    self.connection.disarm()
 
     def _expect_answer(self) -> None:
         """Make sure that a thread reads the expected answer. Before calling this method, store what

@@ -44,12 +44,10 @@ These rules keep the invariant true:
 1. *One event at a time.* A move (consult the table, arm or disarm the poller, write the state) is
    made under a lock, so two events that race are handled one after the other. The state is ARMED
    only if the poller is armed or its notification is on the way.
-2. *First the action, then the state.* An interrupt may come after the action and before the state
-   is written. If the action was to arm the poller, the poller is armed but the state is not ARMED:
-   this costs one needless turn of the leader. If the action was to disarm the poller, there are two
-   cases. If the state is NOTIFIED, no thread relies on the poller, so the interrupt does no harm.
-   If a caller was about to read, it has the read token. A caller that is interrupted while it has
-   the read token ends the connection, so no answer is expected any more.
+2. *The state never promises too much.* The poller is armed before the state becomes ARMED, and is
+   disarmed after the state was changed. So an interrupt between the two steps can leave an armed
+   poller in a state other than ARMED. This costs one needless turn of the leader. The opposite, the
+   state ARMED with a poller that is not armed, would leave answers unread.
 3. *First expect, then read.* A thread adds its call to the open calls before it reads
    `_caller_reads` and `_state`. It needs no lock for this: Python's threads see each other's
    writes in order. If a caller reads, or the state is ARMED, the thread relies on the caller or the
