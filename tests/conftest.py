@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import signal
 import threading
 from collections.abc import Iterator
 
@@ -17,6 +18,9 @@ from gradwire.worker import Worker
 # Tests fork workers. A forked process hangs in OpenMP when its parent has used its threads.
 torch.set_num_threads(1)
 hide_gpus()
+# A shell that starts the tests in the background may let them ignore Ctrl-C, and the programs that
+# the tests start would inherit that.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def _has_child() -> bool:
