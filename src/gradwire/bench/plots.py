@@ -55,8 +55,8 @@ class Plot:
 
 @dataclass(frozen=True)
 class Curve:
-    """A curve: at each x, the median of all rounds, and the lowest and the highest result of a
-    round. The result of a round is the median of its samples."""
+    """A curve. Each round of measurements gives one result at each x, the median of its samples.
+    The curve has the median of these results, the lowest and the highest."""
 
     x: list[float]
     middle: list[float]

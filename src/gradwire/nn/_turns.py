@@ -23,7 +23,8 @@ import torch
 
 from gradwire._core import current
 
-#: The turn of the constructor that the current code belongs to, or None.
+#: If the current code is part of a constructor: the turn of that constructor, which is the time in
+#: which it may run. Otherwise None.
 _current_turn: ContextVar[_Turn | None] = ContextVar("gradwire_constructor", default=None)
 
 

@@ -243,10 +243,10 @@ class Plan:
         self._recv_nodes: dict[Any, ReceivedTensor] = {}
         #: Maps each node that the search has reached to its region.
         self._region_of_node: dict[Any, Region] = {}
-        # Python clears attributes in the order in which they were set. So the attributes above,
-        # which hold nodes, are set before those that hold edges. Otherwise Python could have the
-        # last reference to the node of a leaf, and threads could deadlock (see
-        # `edges.edge_of_leaf`).
+        # When this object dies, Python clears its attributes in the order in which they were set.
+        # So the attributes above, which hold nodes, are set before those below, which hold edges.
+        # An edge keeps its node alive in C++. If Python had the last reference to the node of a
+        # leaf, threads could deadlock (see `edges.edge_of_leaf`).
         self.regions: list[Region] = []
         #: Maps the id of a sent message to the region where the gradients of its tensors enter.
         self._region_of_send: dict[int, Region] = {}
@@ -366,7 +366,7 @@ class Plan:
         return True
 
     def finish(self, roots: Sequence[Root]) -> None:
-        """Add the roots of a pass. No messages can be added afterwards."""
+        """Add the roots of a pass. Afterwards, no messages of the context can be added."""
         self._visits_allowed = _NO_LIMIT
         for root in roots:
             edge = edge_at(root.tensor.grad_fn, root.tensor.output_nr)

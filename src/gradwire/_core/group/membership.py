@@ -405,7 +405,7 @@ class StoreMembership:
         try:
             self._join_step(member.info.id, self._join, member)
         except BaseException:
-            # Before the error, the worker's name may have been written to the store. In an open
+            # The worker's name may have been written to the store before the error. In an open
             # group, `leave` removes the name.
             self.leave(member)
             raise

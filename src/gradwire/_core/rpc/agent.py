@@ -261,7 +261,7 @@ class Agent:
             server_channel.abandon()
         for listener in self._listeners:
             listener.abandon()
-        # Some systems have closed the poller at the fork already.
+        # On some systems, a forked process does not inherit the poller.
         with contextlib.suppress(OSError):
             self.poller.close()
 

@@ -665,7 +665,7 @@ class ClientChannel:
             try:
                 _, attachments = self._late.popitem()
             except KeyError:
-                break  # Another thread has taken the last attachments.
+                break  # `_late` is empty: another thread has taken its last item.
             self._tell_lost(attachments)
 
     def _loss(self, call: OpenCall, reason: str) -> CallError:

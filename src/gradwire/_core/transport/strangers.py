@@ -71,7 +71,8 @@ class SocketCloser:
 
     def close(self, sock: socket.socket) -> None:
         """End a connection, and close its socket."""
-        # Shut the socket down first: then no bytes can arrive between the check and the close.
+        # After the shutdown, no more bytes can arrive. So if the socket is empty now, it is still
+        # empty when it is closed.
         with suppress(OSError):
             sock.shutdown(socket.SHUT_RDWR)
         if _is_empty(sock):
@@ -89,7 +90,7 @@ class SocketCloser:
                 prepare(client)
                 self.close(client)
         except OSError as error:
-            # After a shutdown, `accept` fails with EINVAL if no connection is left.
+            # After the shutdown, `accept` fails with EINVAL when all waiting clients were accepted.
             if error.errno == errno.EINVAL:
                 sock.close()
             else:

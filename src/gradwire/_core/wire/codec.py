@@ -226,8 +226,8 @@ AsWritten = Callable[..., tuple[str, tuple[Any, ...], dict[str, Any]]]
 def show_as(as_written: AsWritten) -> Callable[[F], F]:
     """Return a decorator for a function of gradwire that another worker runs for the program, for
     example to call a method of a remote value. Errors then show the call that the program has
-    written, not the call of the decorated function. The parameter `as_written` returns the
-    program's call. It gets the arguments of the decorated function."""
+    written, not the call of the decorated function. `as_written` is a function that is
+    called with the arguments of the decorated function, and returns the call of the program."""
 
     def mark(func: F) -> F:
         func.as_written = as_written  # type: ignore[attr-defined]

@@ -37,11 +37,12 @@ Precision = Literal["float64", "float32", "bfloat16"]
 class Step:
     """An action on variables, which are given by their numbers.
 
-    "call" calls a body and waits for the results. "start" starts a call, and "wait" waits for a
-    started call. "quiet call" is a "call" under no_grad. "branch" runs one of two bodies on the
-    same worker. "inner" differentiates a body in a context of its own, with `backward` (number 0)
-    or `grad` (number 1). "parameter" gets a parameter of the worker, "leaf" makes a leaf tensor,
-    and "hook" adds a hook to a tensor. All other actions are in `operations`.
+    A body is a list of steps that run on one worker. "call" calls a body and waits for the results.
+    "start" starts a call, and "wait" waits for a started call. "quiet call" is a "call" under
+    no_grad. "branch" runs one of two bodies on the same worker. "inner" differentiates a body in a
+    context of its own, with `backward` (if the field `number` is 0) or `grad` (if it is 1).
+    "parameter" gets a parameter of the worker, "leaf" makes a leaf tensor, and "hook" adds a hook
+    to a tensor. All other actions are in `operations`.
     """
 
     action: str
