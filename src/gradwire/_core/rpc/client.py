@@ -665,7 +665,7 @@ class ClientChannel:
             try:
                 _, attachments = self._late.popitem()
             except KeyError:
-                break  # `_late` is empty: another thread has taken its last item.
+                break  # Another thread has taken the last item of the dictionary.
             self._tell_lost(attachments)
 
     def _loss(self, call: OpenCall, reason: str) -> CallError:

@@ -224,10 +224,11 @@ AsWritten = Callable[..., tuple[str, tuple[Any, ...], dict[str, Any]]]
 
 
 def show_as(as_written: AsWritten) -> Callable[[F], F]:
-    """Return a decorator for a function of gradwire that another worker runs for the program, for
-    example to call a method of a remote value. Errors then show the call that the program has
-    written, not the call of the decorated function. `as_written` is a function that is
-    called with the arguments of the decorated function, and returns the call of the program."""
+    """Return a decorator for an internal function of gradwire. A program makes a call, and gradwire
+    runs the internal function on the other worker instead, for example to call a method of a remote
+    value. With the decorator, errors show what the program has written, and not the internal
+    function. `as_written` gets the arguments of the internal function. It returns the name and the
+    arguments that errors show."""
 
     def mark(func: F) -> F:
         func.as_written = as_written  # type: ignore[attr-defined]
