@@ -174,8 +174,9 @@ _ABOVE_GATES = 1 << 16
 
 def _raise_above_gates(nodes: Iterable[Any], above: int) -> None:
     """Raise the sequence numbers of these nodes to `above` or more, so that torch runs them before
-    the gates, the nodes that wait for gradients. The order among these nodes does not change. New
-    nodes have low numbers, because torch numbers the nodes of each thread from 0."""
+    the gates, the nodes that wait for gradients. The order among these nodes does not change. A
+    node can have a low number because torch numbers the nodes of each thread from 0, and the node
+    may be one of the first that its thread has made."""
     for node in nodes:
         number = node._sequence_nr()
         if number < above:
