@@ -17,8 +17,8 @@ from types import ModuleType
 from typing import Any
 
 _HERE = "gradwire.compat"
-#: The modules for torch's tests. They exist only in a program that imports the first one of this
-#: list.
+#: Modules that only the tests of torch import. Python loads all of them when a test imports the
+#: first one.
 _FOR_TESTS = {"torch.distributed.rpc._testing", "torch._C._distributed_rpc_testing"}
 #: Maps each of torch's modules to the module that replaces it. The modules of `torch._C` have the
 #: same names as those of `torch.distributed` that import them, so one module replaces both.

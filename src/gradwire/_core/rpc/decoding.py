@@ -13,8 +13,9 @@ from gradwire._core.wire.messages import Tags
 
 
 class Decoder:
-    """Decodes calls and results. First it shows the interceptors (objects of the layers above) the
-    tags: the values that they attached to the message when it was sent."""
+    """Decodes calls and results. First it shows the tags of the message to the interceptors, which
+    are objects of the layers above. Tags are values that the interceptors of the sender have
+    attached to the message."""
 
     def __init__(self, codec: Codec, interceptors: Sequence[Interceptor]):
         self._codec = codec
