@@ -56,7 +56,6 @@ from gradwire._core.autograd.pass_messages import (
     PassMessage,
     PassOptions,
     make_message,
-    make_options,
     pack_request,
     unpack_message,
 )
@@ -430,10 +429,9 @@ class BackwardPass:
         try:
             for index, (worker, first, message) in enumerate(messages):
                 seconds = self.seconds_left()
-                if seconds:
-                    options = make_options((*options[:3], seconds))
+                sent_options = (*options[:3], seconds) if seconds else options
                 share = self._shares.pop(worker, None) if self._shares else None
-                packed = pack_request(context.id, self.id, options, failures, share, message)
+                packed = pack_request(context.id, self.id, sent_options, failures, share, message)
                 if index != last:
                     future = self._port.tell(worker, packed, seconds, recorded_in)
                     future.at_once(partial(self._hear_later, worker, first))

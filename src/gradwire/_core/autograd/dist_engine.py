@@ -27,9 +27,11 @@ from gradwire._core.autograd.pass_messages import (
     Packed,
     PassMessage,
     PassOptions,
+    PassRequest,
     pack_metadata,
     unpack_request,
 )
+from gradwire._core.autograd.pass_phase import PassPhase
 from gradwire._core.autograd.path_discovery import (
     GraphSummarizer,
     GraphSummary,
@@ -50,6 +52,7 @@ from gradwire.errors import GradwireError
 
 _BACKWARD = Kind.BACKWARD_AUTOGRAD_REQ
 _SUBJECT = "the backward pass"
+_BEGUN = PassPhase.BEGUN
 _is_grad_enabled = torch.is_grad_enabled
 #: How long `backward` waits, after a failure, for other threads: first for the one that tells other
 #: workers of the failure, then for those that still run code which may change `.grad`.
@@ -244,18 +247,33 @@ class DistEngine:
     def _serve(self, request: Request) -> None:
         """Handle a message of a backward pass, and answer it."""
         asked = unpack_request(*request.decode())
-        sender, pass_id, share = request.caller.id, asked.pass_id, asked.share
         context = self._contexts.find(asked.context_id)
         # If this worker does not have the context, it has received no message that was sent in the
         # context. So it has no gradients to send back.
         if context is None:
             self._answer_without_part(request, asked.message)
             return
+        found = context.passes.get(asked.pass_id)
+        # Most messages belong to a pass that has begun on this worker, and need no more checks.
+        if type(found) is not BackwardPass or found.phase is not _BEGUN or asked.failures:
+            found = self._take_part(request.caller.id, asked, context)
+        if found is None:  # The pass has already succeeded, and this message is late.
+            self._answer_without_part(request, asked.message)
+            return
+        found.receive(request.caller.id, asked.message)
+        found.reply_to(request)
+        found.drive()
+
+    def _take_part(self, sender: int, asked: PassRequest, context: Context) -> BackwardPass | None:
+        """Return this worker's part of a pass that the worker `sender` has told of. Begin it if
+        necessary. Return None if the pass has already succeeded. Raise an error if it has failed,
+        or if this worker cannot take part in it."""
         # Earlier failed passes must restore `.grad` on this worker before this pass changes it.
         for failed_id in asked.failures:
             failed = context.passes.get(failed_id)
             if failed is not None:
                 failed.fail(GradwireError("the backward pass was given up"))
+        pass_id, share = asked.pass_id, asked.share
         with context.lock:
             reason = context.check_pass(pass_id)
             # The pass has failed, so the answer is the reason of the failure.
@@ -269,17 +287,12 @@ class DistEngine:
                 context.passes[pass_id] = found
             assert found is None or isinstance(found, BackwardPass)
             must_begin = found is not None and found.claim_begin(share)
-        if found is None:  # The pass has already succeeded, and this message is late.
-            self._answer_without_part(request, asked.message)
-            return
-        if must_begin:
+        if must_begin and found is not None:
             try:
                 found.begin(shares=None if share is None else {self.info.id: share})
             except BaseException as error:
                 found.fail(error)
-        found.receive(sender, asked.message)
-        found.reply_to(request)
-        found.drive()
+        return found
 
     def _answer_without_part(self, request: Request, message: PassMessage) -> None:
         """Answer a message of a pass in which this worker has no part. The answer says that the

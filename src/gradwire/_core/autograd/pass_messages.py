@@ -166,12 +166,13 @@ Packed = tuple[Any, Sequence[Tensor]]
 def pack_request(
     context_id: int,
     pass_id: int,
-    options: PassOptions,
+    options: tuple[Any, ...],
     failures: Collection[int],
     share: set[SentTensor] | None,
     message: PassMessage,
 ) -> Packed:
-    """Return the packed form of a `PassRequest`, ready to send. The arguments are its fields."""
+    """Return the packed form of a `PassRequest`, ready to send. The arguments are its fields;
+    `options` has the fields of a `PassOptions`."""
     value = context_id, pass_id, tuple(options), failures, share, message[:-1]
     return value, message.gradients
 

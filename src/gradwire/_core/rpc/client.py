@@ -58,7 +58,7 @@ _UNCOUNTED_KINDS = frozenset({Kind.BARRIER, Kind.ACTIVITY, Kind.FAREWELL})
 #: do not make two latches for one call.
 _making_latches = threading.RLock()
 
-_ARMED, _NOTIFIED = State.ARMED, State.NOTIFIED
+_IDLE, _ARMED, _NOTIFIED = State.IDLE, State.ARMED, State.NOTIFIED
 _ARM, _DISARM = Action.ARM, Action.DISARM
 _ANSWER_EXPECTED, _NOTHING_EXPECTED = Event.ANSWER_EXPECTED, Event.NOTHING_EXPECTED
 _CALLER_READS, _CONNECTION_ENDED = Event.CALLER_READS, Event.CONNECTION_ENDED
@@ -398,7 +398,14 @@ class ClientChannel:
             try:
                 self._caller_reads = False
                 self.connection.end_reading()
-                self._look()
+                # Otherwise `_look` would do nothing. Checking first saves a function call.
+                if (
+                    self._open
+                    or self._state is not _IDLE
+                    or self._late
+                    or self.heartbeat_sent_at is not None
+                ):
+                    self._look()
             finally:
                 # Even if this thread was interrupted, it must complete the future, because no other
                 # thread would.
