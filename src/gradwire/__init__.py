@@ -31,9 +31,9 @@ __all__ = [
     "rpc",
 ]
 
-#: The module that defines each public name. It is imported when the name is first used, because it
-#: imports torch. Importing torch takes more than a second, and the `gradwire` command does not need
-#: it.
+#: For each public name, the module that defines it. A module is imported when one of its names is
+#: first used. These modules import torch, which takes more than a second, and the `gradwire`
+#: command does not need torch.
 _DEFINED_IN = {
     "Future": "gradwire._core.rpc.futures",
     "GradwireError": "gradwire.errors",

@@ -160,7 +160,8 @@ def _started(contestant: Contestant) -> Iterator[_RunningContestant]:
             for rank in range(contestant.processes):
                 variables: dict[str, str] = {}
                 # A contestant with a single process may start a group of workers itself. So do not
-                # set the variables that would make this process a member of another group.
+                # set the environment variables that would make this process a member of another
+                # group.
                 if contestant.processes > 1:
                     variables = environment(rank, contestant.processes, port, token)
                 process, connection = _start_process(contestant, rank, variables)

@@ -90,8 +90,9 @@ class BackwardPass:
     #: The groups of leaves whose gradients torch must accumulate together in this pass (see
     #: `leaf_accumulation`).
     _leaf_groups: Sequence[LeafGroup] = ()
-    #: Only on the worker that called `grad`: for each other worker, the tensors that the other
-    #: worker must handle. When they are sent to that worker, they are removed here.
+    #: Only on the worker that called `grad`. For each other worker: which tensors it must compute
+    #: gradients for or pass gradients on. The first request to a worker takes its entry from
+    #: this dictionary, and tells the worker.
     _shares: PathShares | None = None
     #: The `.grad` of leaves before this pass changed them, to restore it if the pass fails.
     _backup: GradBackup | None = None

@@ -358,7 +358,7 @@ class PassState:
 
     def settle(self, message_id: int, position: int, gradient: Gradient) -> None:
         """Record the gradient of a received tensor, or that it has none. When this is known for all
-        tensors of the message, queue the answer to its sender."""
+        tensors that arrived in the same message, queue the answer to its sender."""
         reply = self.replies.get(message_id)
         if reply is None or reply.gradients[position] is not OPEN:
             return

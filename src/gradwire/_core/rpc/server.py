@@ -226,7 +226,8 @@ class ServerChannel:
             )
 
     def report_next_call(self) -> None:
-        """Report the next call of the peer to the worker, because it shows that the peer runs."""
+        """When the next call of the peer arrives, call `heard_from` of the port, because the call
+        shows that the peer still runs."""
         self._serve_request = self._report_and_serve
 
     def _report_and_serve(self, request: Request) -> None:

@@ -214,7 +214,7 @@ def _balanced(reports: dict[int, _Report]) -> bool:
 class _Activity(NamedTuple):
     """What one worker has done so far. If it changes, the worker still works."""
 
-    #: (calls sent, calls received), as in a report.
+    #: The numbers of calls that the worker has sent and received.
     traffic: tuple[int, int] | None
     #: How many calls of this worker wait for an answer.
     open_calls: int

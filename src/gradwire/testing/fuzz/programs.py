@@ -25,7 +25,9 @@ CallStyle = Literal[
     "proxy",
     "async proxy",  # This style is like "proxy", but uses rref.rpc_async().
     "remote proxy",  # This style is like "proxy", but uses rref.remote().
-    "deferred",  # A third worker makes the call, in a function marked with async_execution.
+    # The caller calls a third worker. A function there, marked with async_execution, calls the
+    # body.
+    "deferred",
     "sparse",  # The caller uses rpc_sync, and sends the arguments as sparse tensors.
     "then",  # The caller uses rpc_async. A callback then runs a second body on the caller.
 ]
