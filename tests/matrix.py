@@ -23,8 +23,8 @@ from typing import NamedTuple
 ROOT = Path(__file__).resolve().parent.parent
 #: The oldest Python with the oldest torch, the newest with the newest, and two in the middle.
 PAIRS = {"3.10": "2.6.0", "3.11": "2.13.0", "3.12": "2.11.0", "3.13": "2.15.0"}
-#: Nothing here is needed to run the suite.
-_CHECKERS = ("mypy", "ruff")
+#: The suite runs without these packages. (Each torch asks for a setuptools that it works with.)
+_NOT_NEEDED = ("mypy", "ruff", "setuptools")
 
 
 class Row(NamedTuple):
@@ -96,7 +96,7 @@ def _prepare(interpreter: str, python: str, torch: str) -> Path:
     it needs have changed."""
     cache = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "gradwire" / "matrix"
     folder = Path(os.environ.get("GRADWIRE_MATRIX", cache)) / f"python{python}-torch{torch}"
-    pins = [pin for pin in _pins() if not pin.startswith(("torch==", *_CHECKERS))]
+    pins = [pin for pin in _pins() if not pin.startswith(("torch==", *_NOT_NEEDED))]
     packages = "\n".join([f"torch=={torch}", *pins])
     digest = hashlib.sha256(f"{interpreter}\n{packages}".encode()).hexdigest()
     stamp = folder / "packages.sha256"
