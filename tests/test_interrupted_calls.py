@@ -13,8 +13,9 @@ import sys
 import threading
 import weakref
 from collections import deque
-from collections.abc import Iterator
-from types import FrameType
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import CodeType, FrameType, FunctionType
 from typing import Any
 
 import pytest
@@ -378,29 +379,84 @@ class Interrupt(BaseException):
     """Like Ctrl-C, at a chosen moment."""
 
 
-def interrupt_at(moment: int) -> Any:
-    """Return a trace function that raises `Interrupt` after the given number of calls made by the
-    module of `ClientChannel`: Python delivers signals after calls."""
+@contextmanager
+def interrupt_at(moment: int) -> Iterator[None]:
+    """Raise `Interrupt` in this thread, after the given number of calls made by methods of
+    `ClientChannel`: Python delivers signals after calls."""
     left = itertools.count(moment, -1)
+    #: The frames of these methods whose last instruction was a call.
+    after_call: set[FrameType] = set()
 
-    def trace(frame: FrameType, _event: str, _arg: object) -> Any:
-        if frame.f_code.co_filename != client_module.__file__:
-            return None
-        frame.f_trace_opcodes = True
-        called = False
+    def step(frame: FrameType) -> None:
+        if frame in after_call:
+            after_call.remove(frame)
+            if next(left) == 0:
+                raise Interrupt
+        if dis.opname[frame.f_code.co_code[frame.f_lasti]].startswith("CALL"):
+            after_call.add(frame)
 
-        def step(frame: FrameType, event: str, _arg: object) -> Any:
-            nonlocal called
+    with each_instruction(step):
+        yield
+
+
+if sys.version_info >= (3, 12):
+
+    @contextmanager
+    def each_instruction(step: Callable[[FrameType], None]) -> Iterator[None]:
+        """Call `step` at each instruction that this thread runs in a method of `ClientChannel`.
+        (`sys.settrace` misses some of them on Python 3.13.)"""
+        monitoring, me = sys.monitoring, threading.get_ident()
+        members = [getattr(member, "fget", member) for member in vars(ClientChannel).values()]
+        functions = [member for member in members if isinstance(member, FunctionType)]
+        codes = [code for function in functions for code in codes_in(function.__code__)]
+
+        def on_instruction(_code: CodeType, _offset: int) -> None:
+            if threading.get_ident() == me:
+                step(sys._getframe(1))
+
+        tool, event = monitoring.DEBUGGER_ID, monitoring.events.INSTRUCTION
+        monitoring.use_tool_id(tool, "interrupts")
+        monitoring.register_callback(tool, event, on_instruction)
+        try:
+            for code in codes:
+                monitoring.set_local_events(tool, code, event)
+            yield
+        finally:
+            for code in codes:
+                monitoring.set_local_events(tool, code, monitoring.events.NO_EVENTS)
+            monitoring.register_callback(tool, event, None)
+            monitoring.free_tool_id(tool)
+
+else:
+
+    @contextmanager
+    def each_instruction(step: Callable[[FrameType], None]) -> Iterator[None]:
+        """Call `step` at each instruction that this thread runs in a method of `ClientChannel`."""
+
+        def trace(frame: FrameType, _event: str, _arg: object) -> Any:
+            if frame.f_code.co_filename != client_module.__file__:
+                return None
+            frame.f_trace_opcodes = True
+            return trace_frame
+
+        def trace_frame(frame: FrameType, event: str, _arg: object) -> Any:
             if event == "opcode":
-                if called and next(left) == 0:
-                    raise Interrupt
-                name = dis.opname[frame.f_code.co_code[frame.f_lasti]]
-                called = name.startswith("CALL")
-            return step
+                step(frame)
+            return trace_frame
 
-        return step
+        sys.settrace(trace)
+        try:
+            yield
+        finally:
+            sys.settrace(None)
 
-    return trace
+
+def codes_in(code: CodeType) -> Iterator[CodeType]:
+    """Yield a code object and those of the functions defined in it."""
+    yield code
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            yield from codes_in(constant)
 
 
 @pytest.mark.parametrize("transport", ["in_process", "unix"])
@@ -414,18 +470,16 @@ def test_an_interrupt_of_a_waiting_thread_leaves_no_call_open(transport: str) ->
         for moment in itertools.count():
             others = [caller.rpc_async("worker1", max, (number, 1)) for number in range(3)]
             rref = caller.rref("held")
-            sys.settrace(interrupt_at(moment))
             try:
-                caller.rpc_sync("worker1", type(rref).owner_name, (rref,))
-                others[1].wait()
+                with interrupt_at(moment):
+                    caller.rpc_sync("worker1", type(rref).owner_name, (rref,))
+                    others[1].wait()
             except Interrupt:
                 interrupts += 1
             except WorkerLost:
                 pass  # the interrupt struck where it becomes the loss of a connection
             else:
                 break
-            finally:
-                sys.settrace(None)
             until(lambda others=others: all(f.done() for f in others), "the others have ended")
             for future in others:
                 future.exception()
