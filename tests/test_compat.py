@@ -238,7 +238,8 @@ NOT_REPLACED = {
     ("torch.distributed.optim.optimizer", "is a part of torch's DistributedOptimizer"): (
         "functional_optim_map _ScriptLocalOptimizerInterface _ScriptLocalOptimizer _LocalOptimizer "
         "_new_local_optimizer _local_optimizer_step _new_script_local_optimizer "
-        "_script_local_optimizer_step _wait_for_all logger"
+        "_script_local_optimizer_step _wait_for_all logger _FunctionalLocalOptimizer "
+        "_functional_local_optimizer_step _new_functional_local_optimizer"
     ),
     ("torch._jit_internal", "tells TorchScript's compiler of torch's references"): "PyRRef RRef",
     ("torch.jit.annotations", "tells TorchScript's compiler of torch's references"): "RRef",
