@@ -23,7 +23,7 @@ from torch.utils.checkpoint import checkpoint
 from gradwire import autograd, rpc
 from gradwire._core import current
 from gradwire._core.wire.messages import Kind
-from gradwire.errors import CallError, GradwireError
+from gradwire.errors import CallError, ContextReleased, GradwireError
 from gradwire.testing import (
     Fault,
     FaultyTransport,
@@ -594,3 +594,20 @@ def test_a_sparse_leaf_that_was_sent_gets_its_gradient(trio: list[Worker]) -> No
         there = rpc.rpc_sync("worker1", torch.mul, args=(x, 3.0))
         autograd.backward(context_id, [torch.sparse.sum(there)])
         assert autograd.get_gradients(context_id)[x].to_dense().diagonal().tolist() == [3, 3]
+
+
+def test_an_ended_context_says_that_its_block_has_ended(memory_pair: list[Worker]) -> None:
+    with acting_as(memory_pair[0]):
+        with autograd.context() as context_id:
+            pass
+        with pytest.raises(ContextReleased, match=f"with id: {context_id}.*block has ended"):
+            autograd.get_gradients(context_id)
+        with pytest.raises(ContextReleased, match="use it inside the block"):
+            autograd.backward(context_id, [torch.ones((), requires_grad=True) * 2])
+
+
+def test_a_context_that_was_not_entered_is_refused(memory_pair: list[Worker]) -> None:
+    with acting_as(memory_pair[0]):
+        context: Any = autograd.context()
+        with pytest.raises(TypeError, match=r"Write `with autograd.context\(\) as context_id:`"):
+            autograd.get_gradients(context)

@@ -617,7 +617,7 @@ def test_bad_arguments_are_refused_by_the_constructor(trio: list[Worker]) -> Non
         DistributedOptimizer(optim.SGD, remote.params, lr=-1.0)
     with pytest.raises(ValueError, match="nothing to optimize"):
         DistributedOptimizer(optim.SGD, [], lr=0.1)
-    with pytest.raises(TypeError, match=r"not a Parameter: RRef\(parameter\)"):
+    with pytest.raises(TypeError, match=r"not a Parameter\. Give it the whole model"):
         DistributedOptimizer(optim.SGD, [nn.Parameter(torch.ones(1))], lr=0.1)  # type: ignore[list-item]
     with pytest.raises(NotImplementedError, match="all its parameter groups"):
         DistributedOptimizer(optim.SGD, remote.params, lr=0.1).add_param_group({"params": []})
@@ -784,7 +784,7 @@ def test_remote_modules_inside_remote_modules_are_optimized_too(trio: list[Worke
 
 def test_what_is_no_parameter_is_refused(trio: list[Worker]) -> None:
     for wrong in ([layer(0).weight], [1], layer(0).parameters(), [{"params": [layer(0).weight]}]):
-        with pytest.raises(TypeError, match="must hold RRefs to parameters, or modules, not a"):
+        with pytest.raises(TypeError, match="must hold modules, or RRefs to parameters, not a"):
             DistributedOptimizer(optim.SGD, wrong, lr=0.1)  # type: ignore[arg-type]
     for empty in ([], nn.Tanh(), [{"params": []}], RemoteModule("worker1", nn.Tanh)):
         with pytest.raises(ValueError, match="is empty: there is nothing to optimize"):
@@ -880,3 +880,9 @@ def test_clipping_without_gradients_or_without_a_context(trio: list[Worker]) -> 
         assert clip_grad_norm_(context_id, [], 1.0) == 0
     with pytest.raises(GradwireError, match="Could not find autograd context"):
         clip_grad_norm_(context_id, remote.params, 1.0)
+
+
+def test_an_optimizer_in_the_place_of_a_class_is_refused(trio: list[Worker]) -> None:
+    local = optim.Adam([torch.ones(2, requires_grad=True)])
+    with pytest.raises(TypeError, match=r"write DistributedOptimizer\(Adam, model, ...\)"):
+        DistributedOptimizer(local, nn.Linear(2, 2))  # type: ignore[arg-type]

@@ -516,8 +516,6 @@ def test_a_remote_module_can_be_sent_to_other_workers(trio: list[Worker]) -> Non
         autograd.backward(context_id, [y.sum()])
         assert autograd.get_gradients(context_id)[x].tolist() == [2.0, 2.0]
     assert remote.state_dict()["calls"] == 1
-    with pytest.raises(EncodingError, match="only be pickled when using RPC"):
-        pickle.dumps(remote)
 
 
 def test_remote_modules_can_share_a_module(trio: list[Worker]) -> None:
@@ -569,3 +567,17 @@ def test_a_model_across_processes_learns() -> None:
         expected.append(loss.item())
     assert expected[-1] < expected[0]
     assert run_group(3, body)[0] == expected
+
+
+def test_a_remote_module_is_pickled_for_calls_only(trio: list[Worker]) -> None:
+    remote = RemoteModule("worker1", nn.Linear, args=(2, 2))
+    for copy_it in (pickle.dumps, copy.deepcopy):
+        with pytest.raises(RuntimeError, match=r"use state_dict\(\)"):
+            copy_it(nn.Sequential(remote))
+    assert rpc.rpc_sync("worker2", repr, args=(remote,)) == repr(remote)
+
+
+def test_a_remote_module_is_not_moved_to_a_device_that_torch_lacks(trio: list[Worker]) -> None:
+    remote = RemoteModule("worker1", nn.Linear, args=(2, 2))
+    with pytest.raises(ValueError, match="only the dtype of RemoteModule"):
+        remote.to("cuda")

@@ -63,7 +63,14 @@ def _parser() -> argparse.ArgumentParser:
         usage="gradwire run -n N [--torch] [--keep-going] [--grace SECONDS] [--log-level LEVEL] "
         "[--] (script.py | -m module) [arguments...]",
     )
-    run.add_argument("-n", "--workers", type=_at_least_one, required=True, metavar="N")
+    run.add_argument(
+        "-n",
+        "--workers",
+        type=_at_least_one,
+        required=True,
+        metavar="N",
+        help="the number of workers",
+    )
     run.add_argument(
         "--torch",
         action="store_true",

@@ -20,6 +20,7 @@ from gradwire._core import current
 from gradwire._core.rpc.futures import Future
 from gradwire._core.rref.rref import RRef
 from gradwire._core.wire.codec import call_name
+from gradwire._core.wire.encoding import thread_state
 from gradwire.errors import GradwireError
 from gradwire.nn import _owner
 from gradwire.nn._turns import others_may_run
@@ -98,6 +99,12 @@ class RemoteModule(nn.Module):
         return _rebuild(cls, module_rref, _parse_remote_device(remote_device)[1], None, True)
 
     def __reduce__(self) -> Any:
+        if thread_state.encoding is None:
+            raise RuntimeError(
+                "Cannot pickle RemoteModule in python pickler. RemoteModule can only be pickled "
+                "when using RPC, because its parameters are on another worker. To save or copy "
+                "them, use state_dict()"
+            )
         state = self.module_rref, self.device, self.module_name, self.training
         return _rebuild, (type(self), *state)
 
@@ -231,10 +238,10 @@ class RemoteModule(nn.Module):
             probe = torch.empty((2, 2, 2, 2), dtype=dtype, device=device)
             try:
                 result = fn(probe)
-            except NotImplementedError:
-                if device == "cpu":
-                    raise
-                result = None  # `fn` moves tensors to a device, which fails for meta tensors.
+            except (NotImplementedError, AssertionError, RuntimeError):
+                # `fn` moves tensors to a device. That fails for meta tensors, and where torch does
+                # not have such devices.
+                result = None
             if result is probe and (device == "meta" or not probe.untyped_storage().is_shared()):
                 continue
             if result is None or result.device != probe.device or result.dtype is dtype:
@@ -410,7 +417,10 @@ def _is_device(text: str) -> bool:
 
 #: Maps a piece of advice for the caller to the methods that raise an error with this advice.
 _REFUSED_METHODS = {
-    "use remote_parameters()": ["parameters", "named_parameters"],
+    "use remote_parameters(), or give the model to DistributedOptimizer": [
+        "parameters",
+        "named_parameters",
+    ],
     "remote_device sets where the module is": ["cuda", "ipu", "xpu", "to_empty"],
     "call a function on that worker that does it, with module_rref as an argument": [
         *("buffers", "named_buffers", "share_memory", "add_module"),

@@ -83,6 +83,12 @@ class DistributedOptimizer(torch.optim.Optimizer):
         *args: Any,
         **kwargs: Any,
     ):
+        if not callable(optimizer_class):
+            raise TypeError(
+                f"optimizer_class must be a class of optimizers, not a "
+                f"{type(optimizer_class).__name__}: write "
+                f"DistributedOptimizer({type(optimizer_class).__name__}, model, ...)"
+            )
         groups = _as_groups(params_rref)
         rrefs = [rref for group in groups for rref in group["params"]]
         numbers = _numbers_by_owner(groups)

@@ -47,7 +47,8 @@ def as_rrefs(parameters: Any) -> list[RRef[Any]]:
             rrefs.append(each)
         else:
             raise TypeError(
-                f"params_rref must hold RRefs to parameters, or modules, not a "
-                f"{type(each).__name__}: RRef(parameter) refers to a parameter of this worker"
+                f"params_rref must hold modules, or RRefs to parameters, not a "
+                f"{type(each).__name__}. Give it the whole model, whose remote parts then train "
+                "too: DistributedOptimizer(optimizer_class, model, ...)"
             )
     return rrefs

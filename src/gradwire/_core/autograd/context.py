@@ -384,11 +384,22 @@ class ContextContainer:
         """Return a context. Raise if this worker does not have it."""
         context = self._contexts.get(context_id)
         if context is None:
-            raise GradwireError(
-                f"Could not find autograd context with id: {context_id}. It was released, or never "
-                "known on this worker"
-            )
+            raise self._not_found(context_id)
         return context
+
+    def _not_found(self, context_id: Any) -> Exception:
+        text = f"Could not find autograd context with id: {context_id}. "
+        if not isinstance(context_id, int):
+            return TypeError(
+                f"{text}Write `with autograd.context() as context_id:`, and use context_id in the "
+                "block"
+            )
+        if context_id in self._released:
+            return ContextReleased(
+                f"{text}The `with autograd.context()` block has ended, which releases the context: "
+                "use it inside the block"
+            )
+        return GradwireError(f"{text}It was released long ago, or never known on this worker")
 
     def peek(self, context_id: int) -> Context | None:
         """Return a context, or None if this worker does not have it."""
