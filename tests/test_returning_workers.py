@@ -207,6 +207,36 @@ def test_a_void_reference_cannot_be_sent_on(trio: list[Worker]) -> None:
     assert runtime_of(a).rrefs.debug_info()["num_forks"] == 0
 
 
+def test_a_void_reference_that_was_never_confirmed_fails_at_once() -> None:
+    """The worker was given up before it had read the answer to the call that made the value."""
+    answer = Fault("drop", kind=Kind.PYTHON_REMOTE_CALL, sender="worker0", answers=True, times=1)
+    network = FaultyTransport(transports_named("in_process")[0], [answer])
+    with cluster(3, transports=[network]) as (a, b, _):
+        KEPT["unconfirmed"] = rref = b.remote("worker0", Counter, (1,))
+        until(lambda: bool(network.done), "the owner has made the value, and the answer is lost")
+        runtime_of(a).agent.liveness.declare_gone(b.info)
+        assert not rref.confirmed_by_owner()
+        with acting_as(b):
+            errors = use_kept("unconfirmed")
+        del KEPT["unconfirmed"]
+        assert len(errors) == 6
+        for error in errors:
+            assert "worker 'worker0' has dropped the value of this RRef" in error
+        assert runtime_of(a).rrefs.debug_info()["num_forks"] == 0
+        end_connection(b, a)  # The lost answer would keep the group from shutting down.
+
+
+@pytest.mark.parametrize("use_it", [lambda rref: rref.to_here().value, lambda rref: use(rref)[0]])
+def test_a_use_that_arrives_before_the_value_is_made_waits_for_it(use_it: Any) -> None:
+    """This holds for a worker that came back, too."""
+    late = Fault("delay", kind=Kind.PYTHON_REMOTE_CALL, sender="worker1", times=1, seconds=0.3)
+    network = FaultyTransport(transports_named("in_process")[0], [late])
+    with cluster(2, transports=[network]) as (a, b):
+        runtime_of(a).agent.liveness.declare_gone(b.info)
+        rref = b.remote("worker0", Counter, (1,))
+        assert use_it(rref) in (1, 2)
+
+
 def test_cleaning_up_late_spares_what_belongs_to_the_return(trio: list[Worker]) -> None:
     """The worker comes back while the others still clean up after it."""
     a, b, c = trio

@@ -9,8 +9,10 @@ remembers the ids of deleted forks for a while, so that a late duplicate of the 
 fork does not add it again.
 
 When a worker is gone, the table deletes the forks on that worker. The worker may have been frozen,
-and come back: then the RRefs that it held are *void*. The table recognizes a void RRef without
-remembering it: the worker says that the fork is confirmed, but the table does not list the fork.
+and come back: then the RRefs that it held are *void*. If the worker says that the fork is
+confirmed, the table recognizes a void RRef without remembering it: the table does not list the
+fork. Otherwise, the message that adds the fork may not have arrived yet. Then the fork is void only
+if the table remembers that it was deleted.
 """
 
 from __future__ import annotations
@@ -85,14 +87,15 @@ class OwnerTable:
         with self._lock:
             return fork_id in self._deleted_forks
 
-    def is_void(self, rref_id: int, fork_id: int | None) -> bool:
-        """Return whether a fork is void: it was confirmed, but the table does not list it, so the
-        value may have been dropped. `fork_id` is None if the fork is not confirmed yet. Such a fork
-        is not void, even if the table does not list it."""
-        if fork_id is None:
-            return False
+    def lists(self, rref_id: int, fork_id: int) -> bool:
+        """Return whether the table lists a fork of a value."""
         with self._lock:
-            return fork_id not in self._forks.get(rref_id, ())
+            return fork_id in self._forks.get(rref_id, ())
+
+    def is_void(self, rref_id: int, fork_id: int, confirmed: bool) -> bool:
+        """Return whether a fork is void, so that its value may have been dropped. `confirmed` says
+        whether the worker that has the fork knows that the fork was added to the table."""
+        return not self.lists(rref_id, fork_id) if confirmed else self.is_deleted(fork_id)
 
     def add(self, owned: OwnedValue) -> None:
         """Add a value to the table under its RRef id."""

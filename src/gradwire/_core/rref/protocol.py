@@ -30,8 +30,10 @@ Each of these RREF messages is repeated until it is answered, and does no harm i
 When a worker is gone (lost, or has left the group), the owner deletes the forks on that worker, and
 parents are no longer kept alive for children that were sent to it. If the worker comes back (it was
 frozen, or the network was cut), the users that it had are *void*. A worker that uses a user sends
-the id of its fork, if the user is confirmed. If the owner's table does not list that fork, the
-owner answers at once that the user is void.
+the id of its fork, and whether the user is confirmed. The owner answers at once that the user is
+void in two cases: the user is confirmed and the table does not list its fork, or the table
+remembers that the fork was deleted. A user that is not confirmed may be used before the call that
+makes the value has arrived. The owner has not deleted its fork then, so the use waits.
 
 This is torch's protocol ("Remote Reference Protocol" in PyTorch's documentation), a kind of
 reference listing (Birrell et al., "Distributed Garbage Collection for Network Objects", 1993): the
@@ -72,9 +74,13 @@ _TAG = "rref"
 
 #: A message contains this tuple in place of an RRef. The tuple has the owner's id and name, the
 #: RRef's id, the id of the new RRef (the fork) that the receiver will make, and the id of the
-#: sending worker. Torch calls it RRefForkData. The last item is the id of the parent if that is a
-#: confirmed user, and None otherwise.
-_ForkData = tuple[int, str, int, int, int, int | None]
+#: sending worker. Torch calls it RRefForkData. The last item describes the parent if that is a
+#: user, and is None if the parent is on the owner.
+_ForkData = tuple[int, str, int, int, int, "_UserData | None"]
+
+#: The id of the fork of a user, and whether the user is confirmed. The owner finds out from this
+#: pair whether the user is void.
+_UserData = tuple[int, bool]
 
 
 class RRefs:
@@ -209,7 +215,7 @@ class RRefs:
                 return self.wait_for(rref._owned.future, timeout)
             self._check_creation(rref)
             peer = self._agent.peers.find(rref._owner)
-            encoded = self._agent.codec.encode((rref._rref_id, _confirmed_fork(rref)))
+            encoded = self._agent.codec.encode((rref._rref_id, _user_data(rref)))
             value = self._agent.sender.call(
                 peer, Kind.PYTHON_RREF_FETCH_CALL, "RRef.to_here()", encoded, timeout
             )
@@ -252,8 +258,8 @@ class RRefs:
         return future.wait()
 
     def _serve_fetch(self, request: Request) -> None:
-        rref_id, fork_id = request.decode()
-        self._check_fork(rref_id, fork_id)
+        rref_id, user = request.decode()
+        self._check_user(rref_id, user)
         owned = self.table.get(rref_id)
         request.subject = "RRef.to_here()"
 
@@ -268,10 +274,11 @@ class RRefs:
 
         owned.future.add_done_callback(answer)
 
-    def _check_fork(self, rref_id: int, fork_id: int | None) -> None:
-        """Raise an error if a fork, by which another worker uses a value of this worker, is void.
-        `fork_id` is None if the fork is not confirmed."""
-        if self.table.is_void(rref_id, fork_id):
+    def _check_user(self, rref_id: int, user: _UserData) -> None:
+        """Raise an error if a user, by which another worker uses a value of this worker, is
+        void."""
+        fork_id, confirmed = user
+        if self.table.is_void(rref_id, fork_id, confirmed):
             raise GradwireError(
                 f"worker {self.info.name!r} has dropped the value of this RRef, because it "
                 "regarded the worker that held the RRef as lost, or was told that the RRef was "
@@ -332,7 +339,7 @@ class RRefs:
                 self._pending_children[fork_id] = (rref, None)
         add_attachment(_RRefAttachment(self, rref, fork_id))
         owner = rref._owner
-        parent = _confirmed_fork(rref)
+        parent = None if rref._owned is not None else _user_data(rref)
         return owner.id, owner.name, rref._rref_id, fork_id, self.info.id, parent
 
     def owner_sent(self, rref_id: int, fork_id: int, to: WorkerInfo | None) -> None:
@@ -358,10 +365,11 @@ class RRefs:
 
     def _receive(self, fork_data: _ForkData) -> RRef[Any]:
         """Make the RRef that a received message describes."""
-        owner_id, owner_name, rref_id, fork_id, parent_id, parent_fork = fork_data
+        owner_id, owner_name, rref_id, fork_id, parent_id, parent = fork_data
         rref: RRef[Any] = self._rref_type.__new__(self._rref_type)
         if owner_id == self.info.id:
-            self._check_fork(rref_id, parent_fork)
+            if parent is not None:
+                self._check_user(rref_id, parent)
             rref._set_up(self, rref_id, self.info, self.table.get(rref_id), 0, None)
             if parent_id == self.info.id:
                 # The owner sent the RRef to itself. The table of values lists only the forks on
@@ -379,7 +387,7 @@ class RRefs:
             rref._set_up(self, rref_id, owner, None, fork_id, None)
             return rref
         confirmation = self._send_until_answered(
-            owner, Kind.RREF_FORK_REQUEST, (rref_id, fork_id, parent_fork)
+            owner, Kind.RREF_FORK_REQUEST, (rref_id, fork_id, parent)
         )
         confirmation.add_done_callback(lambda _: self._accept_child(parent_id, fork_id))
         rref._set_up(self, rref_id, owner, None, fork_id, confirmation)
@@ -395,11 +403,11 @@ class RRefs:
             pass  # The worker that sent the RRef is gone, so no message to it is needed.
 
     def _serve_fork_request(self, request: Request) -> None:
-        rref_id, fork_id, parent_fork = request.decode()
+        rref_id, fork_id, parent = request.decode()
         # If the table lists the fork already, this message was repeated. Then the parent is not
         # checked, because it may have been deleted since the message first arrived.
-        if self.table.is_void(rref_id, fork_id):
-            self._check_fork(rref_id, parent_fork)
+        if not self.table.lists(rref_id, fork_id):
+            self._check_user(rref_id, parent)
         self.table.add_fork(rref_id, fork_id, self._stay_of(request.caller.id))
         request.answer(None)
 
@@ -549,10 +557,9 @@ class _RRefAttachment:
             self._rrefs.revoke_child(self._parent, self._fork_id)
 
 
-def _confirmed_fork(rref: RRef[Any]) -> int | None:
-    """Return the id of `rref` if it is a confirmed user. The owner's table must list that id.
-    Return None if `rref` is on the owner, or if the owner may not know of it yet."""
-    return rref._fork_id if rref._owned is None and rref.confirmed_by_owner() else None
+def _user_data(user: RRef[Any]) -> _UserData:
+    """Return the data from which the owner finds out whether a user is void."""
+    return user._fork_id, user.confirmed_by_owner()
 
 
 def _explain_creation_error(error: BaseException) -> BaseException:
