@@ -24,7 +24,7 @@ from torch.distributed.rendezvous import register_rendezvous_handler
 import gradwire
 from gradwire import rpc
 from gradwire._core.group import rendezvous
-from gradwire._core.group.made_up_token import read_made_up_token
+from gradwire._core.group.made_up_token import MadeUpTokenFile, read_made_up_token
 from gradwire.errors import SetupError
 from gradwire.launch import free_port
 from tests.processes import PATIENCE, freeze, processes, rendezvous_file
@@ -377,42 +377,113 @@ def read_token_key(port: int) -> str:
     return str(store.get("gradwire/0/token").decode())
 
 
-def fail_to_read(path: str) -> str:
+def fail_to_read(folder: str, name: str) -> str:
+    """As another user, try to read the made-up token of the test's user."""
+    tempfile.tempdir = os.path.dirname(folder)
     with pytest.raises(PermissionError):
-        Path(path).read_text()
+        Path(folder, name).read_text()
     with pytest.raises(SetupError) as error:
-        read_made_up_token(path)
+        read_made_up_token(name)
     return str(error.value)
 
 
 def test_a_made_up_token_is_not_in_a_store_that_others_can_reach(tmp_path: Path) -> None:
-    """A stranger reads the key "token" there, and finds the path of a file that it cannot read."""
+    """A stranger reads the key "token" there, and finds the name of a file that it cannot read."""
 
-    def be_host() -> str:
-        tempfile.tempdir = str(tmp_path)
-        return try_to_join("host", 0, 2, f"tcp://127.0.0.1:{port}")
+    def use_folder(body: Callable[[], str]) -> Callable[[], str]:
+        def run() -> str:
+            tempfile.tempdir = str(tmp_path)
+            return body()
 
-    tmp_path.chmod(0o755)
-    with free_port() as port, processes(be_host) as (host,):
-        path = Path(read_token_key(port))
-        assert path.parent == tmp_path
-        assert stat.S_IMODE(path.stat().st_mode) == 0o600
-        if os.getuid() == 0:
-            with processes(as_nobody(partial(fail_to_read, str(path)))) as (stranger,):
-                assert "cannot read the token" in stranger.result()
-        with processes(partial(try_to_join, "member", 1, 2, f"tcp://127.0.0.1:{port}")) as (p,):
-            assert [p.result(), host.result()] == ["joined", "joined"]
-    assert not list(tmp_path.iterdir()), "the file is deleted when all workers have read it"
+        return run
+
+    folder = tmp_path / f"gradwire-{os.geteuid()}"
+    tmp_path.chmod(0o777)
+    with free_port() as port:
+        place = f"tcp://127.0.0.1:{port}"
+        host, member = (use_folder(partial(try_to_join, str(r), r, 2, place)) for r in range(2))
+        with processes(host) as (first,):
+            path = folder / read_token_key(port)
+            assert path.parent == folder
+            assert stat.S_IMODE(path.stat().st_mode) == 0o600
+            assert stat.S_IMODE(folder.stat().st_mode) == 0o700
+            if os.getuid() == 0:
+                body = partial(fail_to_read, str(folder), path.name)
+                with processes(as_nobody(body)) as (stranger,):
+                    assert "cannot read the token" in stranger.result()
+            with processes(member) as (second,):
+                assert [second.result(), first.result()] == ["joined", "joined"]
+    assert not list(folder.iterdir()), "the file is deleted when all workers have read it"
 
 
-def test_a_token_file_that_another_user_can_write_is_refused(tmp_path: Path) -> None:
-    wide = tmp_path / "gradwire-token-1"
-    wide.write_text("chosen by a stranger")
-    for path in (wide, tmp_path / "secret", tmp_path / "gradwire-token-missing"):
-        with pytest.raises(SetupError, match=r"cannot read the token .* the option token"):
-            read_made_up_token(str(path))
-    wide.chmod(0o600)
-    assert read_made_up_token(str(wide)) == "chosen by a stranger"
+@pytest.fixture
+def token_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Make the folder for the made-up tokens of this user, in a temporary folder of the test."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    folder = tmp_path / f"gradwire-{os.geteuid()}"
+    folder.mkdir(0o700)
+    return folder
+
+
+def write_token(path: Path, content: str = 64 * "a") -> None:
+    path.write_text(content)
+    path.chmod(0o600)
+
+
+def test_a_stranger_that_writes_to_the_store_cannot_choose_the_made_up_token(
+    token_folder: Path,
+) -> None:
+    """The stranger names files of this user whose content it may know."""
+    name = 32 * "0"
+    elsewhere = token_folder.parent / "gradwire-token-known"
+    write_token(elsewhere)
+    write_token(token_folder / elsewhere.name)
+    (token_folder / name).symlink_to(elsewhere)
+    for bad in (
+        str(elsewhere),
+        f"../{elsewhere.name}",
+        elsewhere.name,
+        f"{name}/",
+        name + "\n",
+        "",
+    ):
+        with pytest.raises(SetupError, match=r"not the name of a token file.* GRADWIRE_TOKEN"):
+            read_made_up_token(bad)
+    with pytest.raises(SetupError, match=r"symbolic link.* GRADWIRE_TOKEN"):
+        read_made_up_token(name)
+    (token_folder / name).unlink()
+    with pytest.raises(SetupError, match=r"No such file.* GRADWIRE_TOKEN"):
+        read_made_up_token(name)
+    for content in ("chosen by a stranger", 64 * "a" + "\n", 65 * "a", ""):
+        write_token(token_folder / name, content)
+        with pytest.raises(SetupError, match="does not hold a made-up token"):
+            read_made_up_token(name)
+    write_token(token_folder / name)
+    assert read_made_up_token(name) == 64 * "a"
+    (token_folder / name).chmod(0o640)
+    with pytest.raises(SetupError, match="open to other users"):
+        read_made_up_token(name)
+
+
+def test_a_folder_for_tokens_that_another_user_can_use_is_refused(token_folder: Path) -> None:
+    def refuse(complaint: str) -> None:
+        with pytest.raises(SetupError, match=f"{complaint}.* GRADWIRE_TOKEN"):
+            read_made_up_token(name)
+        with pytest.raises(SetupError, match=f"{complaint}.* GRADWIRE_TOKEN"):
+            MadeUpTokenFile(64 * "a")
+
+    name = 32 * "0"
+    write_token(token_folder / name)
+    token_folder.chmod(0o755)
+    refuse("is open to other users")
+    token_folder.chmod(0o700)
+    if os.geteuid() == 0:
+        os.chown(token_folder, NOBODY, -1)
+        refuse(f"belongs to another user, {NOBODY}")
+        os.chown(token_folder, 0, -1)
+    token_folder.rename(token_folder.parent / "moved")
+    token_folder.symlink_to(token_folder.parent / "moved")
+    refuse("is not a folder")
 
 
 def test_the_file_of_a_store_is_private_or_gets_no_made_up_token(tmp_path: Path) -> None:

@@ -11,7 +11,6 @@ import itertools
 import json
 import os
 import platform
-import secrets
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -25,6 +24,7 @@ from typing import Any, NoReturn, Protocol, TypeVar
 from gradwire._core.group.made_up_token import (
     MadeUpTokenFile,
     check_store_file,
+    make_up_token,
     read_made_up_token,
 )
 from gradwire._core.ids import WorkerInfo
@@ -239,7 +239,7 @@ class StoreMembership:
     - `arrivals`: a counter of the workers of fixed groups that have used this store.
 
     The other keys have a prefix for the group:
-    - `token`: the secret of the group if no worker was given one, or the path of the file that has
+    - `token`: the secret of the group if no worker was given one, or the name of the file that has
       it (see `made_up_token`);
     - `token-maker`: a counter, used by an open group with a `file://` store. The worker that counts
       first makes up the token;
@@ -370,12 +370,17 @@ class StoreMembership:
             # The worker of rank 0 creates the token. In an open group, it also hosts the store. So
             # the file with the token exists as long as the store does.
             is_maker = rank == 0
+        text = None
         if is_maker:
-            token = secrets.token_hex(32)
+            token = make_up_token()
             if file is None:
                 self._token_file = MadeUpTokenFile(token)
-            self._put_if_missing("token", self._token_file.path if self._token_file else token)
-        text = self._get_put("token", "the worker that creates the group's token")
+            entry = self._token_file.name if self._token_file else token
+            text = self._put_if_missing("token", entry)
+            if text == entry:
+                return token
+        if text is None:
+            text = self._get_put("token", "the worker that creates the group's token")
         if text.startswith("{"):
             raise _refusal(json.loads(text)["refused"])
         return text if file is not None else read_made_up_token(text)
