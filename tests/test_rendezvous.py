@@ -548,3 +548,63 @@ def test_another_machine_cannot_reach_the_store_of_a_group_on_loopback(
     with free_port() as port, processes(be_host):
         read_token_key(port)
         assert not reaches(port)
+
+
+# -- entries that strangers write
+
+
+def exchange_addresses(place: str) -> None:
+    """Let all entries of "worker0" lead to another address, as a stranger could do."""
+    store, _, _ = rendezvous.open_store(place, -1, None, PATIENCE)
+    for key in ("gradwire/0/name/worker0", "gradwire/0/member/0"):
+        entry = store.get(key).decode()
+        changed = re.sub(r'\["(unix|tcp)", "[^"]*"\]', '["tcp", "127.0.0.1|1"]', entry)
+        assert changed != entry
+        store.set(key, changed)
+
+
+def test_an_entry_whose_addresses_a_stranger_has_exchanged_is_refused_in_a_fixed_group() -> None:
+    """Worker 0 waits for worker 1 while a stranger exchanges worker 0's addresses."""
+    with rendezvous_file() as place:
+        host, late = (
+            partial(try_to_join, f"worker{r}", r, 2, place, token=TOKEN) for r in range(2)
+        )
+        with processes(host):
+            store, _, _ = rendezvous.open_store(place, -1, None, PATIENCE)
+            store.wait(["gradwire/0/here/member/0"])
+            exchange_addresses(place)
+            with processes(late) as (second,):
+                complaint = "the entry of rank 0 .* was not written by a worker that knows"
+                assert re.search(complaint, second.result())
+
+
+@pytest.mark.parametrize("to", ["worker0", 0])
+def test_an_entry_whose_addresses_a_stranger_has_exchanged_is_refused_in_an_open_group(
+    to: str | int,
+) -> None:
+    with rendezvous_file() as place:
+        options = rpc.Options(init_method=place, token=TOKEN)
+        with (
+            gradwire.Worker("worker0", 0, options=options),
+            gradwire.Worker("worker1", 1, options=options) as worker,
+        ):
+            exchange_addresses(place)
+            whose = "worker named 'worker0'" if to == "worker0" else "worker id 0"
+            with pytest.raises(SetupError, match=f"the entry of .*{whose} .* was not written by"):
+                worker.rpc_sync(to, whoami)
+
+
+def test_the_entry_of_one_member_is_not_valid_as_the_entry_of_another() -> None:
+    with rendezvous_file() as place:
+        options = rpc.Options(init_method=place, token=TOKEN)
+        with (
+            gradwire.Worker("worker0", 0, options=options),
+            gradwire.Worker("worker1", 1, options=options),
+            gradwire.Worker("worker2", 2, options=options) as worker,
+        ):
+            store, _, _ = rendezvous.open_store(place, -1, None, PATIENCE)
+            store.set("gradwire/0/name/worker0", store.get("gradwire/0/name/worker1"))
+            store.set("gradwire/0/member/0", store.get("gradwire/0/member/1"))
+            for to in ("worker0", 0):
+                with pytest.raises(SetupError, match="was not written by"):
+                    worker.rpc_sync(to, whoami)

@@ -17,7 +17,7 @@ from gradwire import rpc
 from gradwire._core.transport.registry import TransportSettings
 from gradwire._core.transport.tcp import TcpTransport
 from gradwire._core.transport.unix import UnixTransport
-from gradwire.errors import SetupError, WorkerLost
+from gradwire.errors import AuthenticationError, SetupError
 from gradwire.options import Options
 from tests.processes import processes, rendezvous_file
 
@@ -255,6 +255,6 @@ def test_the_token_is_in_no_error_of_a_refused_caller() -> None:
         mine = Options(init_method=place, token=SECRET)
         other = Options(init_method=place, token=SECRET + " of another group")
         with gradwire.Worker("a", options=mine) as a, gradwire.Worker("b", options=other):
-            with pytest.raises(WorkerLost) as lost:
+            with pytest.raises(AuthenticationError) as refused:
                 a.rpc_sync("b", max, (1, 2))
-    assert "horse" not in str(lost.value)
+    assert "horse" not in str(refused.value)

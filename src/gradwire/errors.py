@@ -42,7 +42,8 @@ class SetupError(GradwireError):
 
 class AuthenticationError(SetupError):
     """The process at the other end of a connection is refused: it does not know the group's token,
-    or it belongs to another user."""
+    or it belongs to another user. Or an entry in the rendezvous store is refused: its writer does
+    not know the token."""
 
 
 class NotInitializedError(GradwireError):

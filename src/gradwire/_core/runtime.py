@@ -97,9 +97,9 @@ class Runtime:
             membership, rank, world_size = meet(
                 self.options.init_method, rank, world_size, self.options.init_timeout
             )
+        if isinstance(membership, StoreMembership):
+            token = membership.agree_on_token(token, rank)
         if transports is None:
-            if isinstance(membership, StoreMembership):
-                token = membership.agree_on_token(token, rank)
             if token is None:
                 raise SetupError("a worker with a given membership needs a token in its options")
             transports = self._make_transports(token, host)

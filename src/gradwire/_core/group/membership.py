@@ -7,6 +7,7 @@ others. The workers of one process can share a `LocalMembership` instead.
 from __future__ import annotations
 
 import contextlib
+import hmac
 import itertools
 import json
 import os
@@ -91,10 +92,7 @@ class Member:
 
     @classmethod
     def from_json(cls, text: str | bytes) -> Member:
-        entry = json.loads(text)
-        if isinstance(entry, dict):
-            raise _refusal(entry["refused"])
-        name, worker_id, incarnation, addresses, machine = entry
+        name, worker_id, incarnation, addresses, machine = json.loads(text)
         places = tuple(Address(*address) for address in addresses)
         return cls(WorkerInfo(name, worker_id), incarnation, places, machine)
 
@@ -122,6 +120,13 @@ def is_valid_here(member: Member, address: Address) -> bool:
 
 def _refusal(why: str) -> SetupError:
     return SetupError(f"the group cannot be formed: {why}")
+
+
+def _check_refusal(text: str) -> None:
+    """Raise SetupError if the value of a key in the store says why the group cannot be formed."""
+    if text.startswith('{"refused": '):
+        with contextlib.suppress(ValueError):
+            raise _refusal(json.loads(text)["refused"])
 
 
 def is_gone(member: Member, transports: Sequence[Transport]) -> bool:
@@ -243,8 +248,9 @@ class StoreMembership:
       it (see `made_up_token`);
     - `token-maker`: a counter, used by an open group with a `file://` store. The worker that counts
       first makes up the token;
-    - `member/<id>` and `name/<name>`: the entry of a member. After the member has left, their
-      values are `_LEFT` and the empty string;
+    - `member/<id>` and `name/<name>`: the entry of a member, with a proof that a worker that knows
+      the token has written it there. After the member has left, their values are `_LEFT` and the
+      empty string;
     - `here/<key>`: written after `<key>`, for those that wait for it (see `_put_if_missing`);
     - `ids` and `more-ids`: counters that give ids to workers without a rank, and to workers that
       join again;
@@ -274,6 +280,8 @@ class StoreMembership:
         self._known: dict[int, Member] = {}
         #: Workers are numbered as they join. These are the numbers of the members that have left.
         self._left: set[int] = set()
+        #: The token of the group, from `agree_on_token`. The proofs of the entries need it.
+        self._token: bytes | None = None
         self._token_file: MadeUpTokenFile | None = None
         #: The number of this group. Fixed groups may use the same store one after the other; they
         #: are numbered from 0.
@@ -355,9 +363,10 @@ class StoreMembership:
 
     def agree_on_token(self, token: str | None, rank: int) -> str:
         """Return the token of the group. If none is given, one worker creates a random token."""
-        if token is not None:
-            return token
-        return self._join_step(rank, self._make_or_read_token, rank)
+        if token is None:
+            token = self._join_step(rank, self._make_or_read_token, rank)
+        self._token = token.encode()
+        return token
 
     def _make_or_read_token(self, rank: int) -> str:
         # The attribute `path` names the file of a FileStore. Other kinds of stores lack it.
@@ -381,8 +390,7 @@ class StoreMembership:
                 return token
         if text is None:
             text = self._get_put("token", "the worker that creates the group's token")
-        if text.startswith("{"):
-            raise _refusal(json.loads(text)["refused"])
+        _check_refusal(text)
         return text if file is not None else read_made_up_token(text)
 
     def choose_id(self, name: str, rank: int, is_gone: Callable[[Member], bool]) -> int:
@@ -426,20 +434,26 @@ class StoreMembership:
             self._set(f"joined/{self._count('joined')}", str(info.id))
             return
         for worker_id in range(self._size):
-            text = self._get_put(f"member/{worker_id}", f"the worker of rank {worker_id}")
-            self._known[worker_id] = Member.from_json(text)
+            place = f"member/{worker_id}"
+            text = self._get_put(place, f"the worker of rank {worker_id}")
+            self._known[worker_id] = self._open(place, text)
 
     def _claim(self, place: str, what: str, member: Member) -> None:
         """Write a member's entry to the key `place`. Raise SetupError if another worker's entry is
         there already. `what` describes the key in the error message."""
-        entry = member.to_json()
+        entry = self._seal(place, member)
         current = self._put_if_missing(place, entry)
         if current == entry:
             return
         if current == _LEFT:
             raise SetupError(f"another worker gave up {what} at this moment: try again")
-        holder = Member.from_json(current)
-        why = f"{what} is not unique: {holder.info} and {member.info} both want it"
+        try:
+            holder = self._open(place, current)
+            why = f"{what} is not unique: {holder.info} and {member.info} both want it"
+        except AuthenticationError as error:
+            if self._size is None:
+                raise
+            why = str(error)
         if self._size is not None:
             # Replace the entry of this id by a refusal. Then the entry is valid neither for the
             # worker that has the id nor for the workers that wait for the entry. If the store has
@@ -452,6 +466,38 @@ class StoreMembership:
             "its machine is lost, give this one another"
         )
 
+    def _seal(self, place: str, member: Member) -> str:
+        """Return the entry of a member for the key `place`: a proof that its writer knows the
+        token, and the member as JSON."""
+        text = member.to_json()
+        return f"{self._prove(place, text)} {text}"
+
+    def _open(self, place: str, entry: str) -> Member:
+        """Return the member whose entry is at the key `place`. Raise AuthenticationError if the
+        entry was not written by a worker that knows the token, or was written to another key."""
+        _check_refusal(entry)
+        proof, _, text = entry.partition(" ")
+        if not hmac.compare_digest(proof.encode(), self._prove(place, text).encode()):
+            kind, _, key = place.partition("/")
+            whose = f"the worker named {key!r}" if kind == "name" else f"worker id {key}"
+            if kind != "name" and self.fixed:
+                whose = f"rank {key}"
+            raise AuthenticationError(
+                f"the entry of {whose} in the rendezvous store was not written by a worker that "
+                "knows this group's token: a worker with another token or another program wrote "
+                "it. Give all workers the same token, and keep strangers away from the store"
+            )
+        return Member.from_json(text)
+
+    def _prove(self, place: str, text: str) -> str:
+        """Return the HMAC of an entry. It covers the key too, so an entry is not valid at the key
+        of another member or of another group. Its first part differs from all HMACs of the
+        handshake."""
+        if self._token is None:
+            raise SetupError("agree_on_token must come before all use of the members' entries")
+        parts = (b"gradwire member entry", f"{self._prefix}/{place}".encode(), text.encode())
+        return hmac.digest(self._token, b"\0".join(parts), "sha256").hex()
+
     def leave(self, member: Member) -> None:
         if self._token_file is not None:
             self._token_file.close()
@@ -461,15 +507,18 @@ class StoreMembership:
                 within(_STORE_SECONDS, self._remove, member)
 
     def _remove(self, member: Member) -> None:
-        entry = member.to_json()
-        self._replace(f"{self._prefix}/name/{member.info.name}", entry, "")
-        self._replace(f"{self._prefix}/member/{member.info.id}", entry, _LEFT)
+        for place, left in (
+            (f"name/{member.info.name}", ""),
+            (f"member/{member.info.id}", _LEFT),
+        ):
+            self._replace(f"{self._prefix}/{place}", self._seal(place, member), left)
 
     def by_name(self, name: str) -> Member | None:
         if self.fixed:
             return next((m for m in self._known.values() if m.info.name == name), None)
-        text = within(_STORE_SECONDS, self._look, f"name/{name}")
-        return Member.from_json(text) if text else None
+        place = f"name/{name}"
+        text = within(_STORE_SECONDS, self._look, place)
+        return self._open(place, text) if text else None
 
     def by_id(self, worker_id: int) -> Member | None:
         if self.fixed:
@@ -492,18 +541,21 @@ class StoreMembership:
     def _fetch(self, worker_id: int) -> Member | None:
         """Read the member with this id from the store. Return None if the group has no such member,
         or if it has left."""
-        text = self._look(f"member/{worker_id}")
+        place = f"member/{worker_id}"
+        text = self._look(place)
         if not text or text == _LEFT:
             self._known.pop(worker_id, None)
             return None
-        member = Member.from_json(text)
+        member = self._open(place, text)
         self._known[worker_id] = member
         return member
 
     def _look(self, key: str) -> str | None:
         """Return the value of a key, or None if the store does not have the key."""
         key = f"{self._prefix}/{key}"
-        value: str | None = self._store.get(key).decode() if self._store.check([key]) else None
+        value: str | None = (
+            self._store.get(key).decode(errors="replace") if self._store.check([key]) else None
+        )
         return value
 
     def _count(self, key: str, by: int = 1) -> int:
@@ -526,7 +578,7 @@ class StoreMembership:
         left = max(0.001, self._deadline - time.monotonic())
         try:
             self._store.wait([f"{self._prefix}/here/{key}"], timedelta(seconds=left))
-            value: str = self._store.get(f"{self._prefix}/{key}").decode()
+            value: str = self._store.get(f"{self._prefix}/{key}").decode(errors="replace")
             return value
         except Exception as error:
             if time.monotonic() < self._deadline:
@@ -569,7 +621,7 @@ class StoreMembership:
         """Set a key to `value` if its present value is `expected`. If `expected` is "", set the key
         if it is missing. Return the value that the key has afterwards."""
         current = self._store.compare_set(key, expected, value)
-        return current if isinstance(current, str) else str(current.decode())
+        return current if isinstance(current, str) else str(current.decode(errors="replace"))
 
 
 def within(
