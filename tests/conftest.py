@@ -11,6 +11,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
+from gradwire._core.transport import strangers
 from gradwire.testing import acting_as, cluster, hide_gpus, transports_named
 from gradwire.testing.connection_pairs import open_descriptors, shared_memory
 from gradwire.worker import Worker
@@ -44,6 +45,12 @@ def _leaves_nothing_behind() -> Iterator[None]:
     assert not open_descriptors() - descriptors
     assert not shared_memory() - memory
     assert children or not _has_child()
+
+
+@pytest.fixture
+def older_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Use an option that no kernel knows, as SO_PASSRIGHTS is unknown before Linux 6.16."""
+    monkeypatch.setattr(strangers, "PASSRIGHTS", 0x7FFFFFFF)
 
 
 @pytest.fixture

@@ -363,6 +363,20 @@ def test_a_listener_without_descriptors_pauses_and_tries_again(
     server.connect(server.transport, LISTENER)
 
 
+def test_a_listener_that_pauses_again_and_again_warns_once(
+    server: ListeningServer, caplog: pytest.LogCaptureFixture
+) -> None:
+    for _ in range(3):
+        with server.raw_client():
+            with no_descriptor_free():
+                drive(server.poller, lambda: server.timers, "the pause")
+            server.run_timers()
+            drive(server.poller, lambda: server.listener._pending, "the new handshake")
+        drive(server.poller, lambda: not server.listener._pending, "the end of the handshake")
+        server.run_timers()
+    assert len(caplog.messages) == 1
+
+
 def test_many_silent_clients_do_not_keep_members_out(server: ListeningServer) -> None:
     clients = []
     descriptors = len(open_descriptors())
@@ -423,6 +437,7 @@ def unix_server() -> Iterator[ListeningServer]:
         server.close()
 
 
+@pytest.mark.usefixtures("older_kernel")
 def test_a_client_that_sends_descriptors_before_its_proof_is_rejected(
     unix_server: ListeningServer,
 ) -> None:

@@ -6,22 +6,25 @@ from __future__ import annotations
 import array
 import contextlib
 import os
+import select
 import socket
 import struct
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import pytest
 
 from gradwire._core.transport import listener, strangers
 from gradwire._core.transport.handshake import CHALLENGE_SIZE, HELLO_SIZE, MAGIC, NONCE_SIZE
+from gradwire._core.transport.poller import EpollPoller
 from gradwire._core.transport.unix import UnixTransport
 from gradwire.errors import AuthenticationError
 from gradwire.testing import cluster, runtime_of, transports_named
 from gradwire.testing.connection_pairs import CLIENT, LISTENER, Background
 from gradwire.worker import Worker
-from tests.processes import until
+from tests.processes import processes, until
+from tests.test_handshake import ListeningServer
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="only Linux has the transport unix")
 
@@ -30,6 +33,35 @@ TIMEOUT = 30.0
 LINGER_SECONDS = 600
 #: More guests than a worker has threads.
 GUESTS = 20
+#: More connections than may wait to be closed.
+FLOOD = strangers.MAX_WAITING + 72
+#: The user nobody.
+ANOTHER_USER = 65534
+
+
+def kernel_refuses_descriptors() -> bool:
+    with socket.socket(socket.AF_UNIX) as sock:
+        try:
+            sock.setsockopt(socket.SOL_SOCKET, strangers.PASSRIGHTS, 0)
+        except OSError:
+            return False
+        return True
+
+
+@contextlib.contextmanager
+def a_pipe() -> Iterator[tuple[int, int]]:
+    ends = os.pipe()
+    try:
+        yield ends
+    finally:
+        for end in ends:
+            os.close(end)
+
+
+needs_passrights = pytest.mark.skipif(
+    sys.platform != "linux" or not kernel_refuses_descriptors(),
+    reason="kernels before Linux 6.16 cannot refuse descriptors",
+)
 
 
 class BlockingDescriptors:
@@ -119,6 +151,7 @@ def and_hang_up(client: socket.socket, descriptors: BlockingDescriptors) -> None
     client.shutdown(socket.SHUT_WR)
 
 
+@pytest.mark.usefixtures("older_kernel")
 @pytest.mark.parametrize(
     "attack", [with_noise, with_the_first_message, with_the_proof, out_of_band, and_hang_up]
 )
@@ -137,6 +170,7 @@ def test_descriptors_of_strangers_do_not_hold_up_calls(
             assert newcomer.rpc_sync("worker1", max, (3, 4), timeout=TIMEOUT) == 4
 
 
+@pytest.mark.usefixtures("older_kernel")
 def test_descriptors_of_strangers_do_not_hold_up_a_shutdown() -> None:
     """The strangers are not dismissed when the worker shuts down. Those who connect while its
     leader is busy are not even accepted."""
@@ -176,6 +210,7 @@ def test_an_urgent_byte_with_a_descriptor_is_not_read(data: bytes) -> None:
     closer.finish()
 
 
+@pytest.mark.usefixtures("older_kernel")
 def test_a_client_is_not_held_up_by_descriptors_of_a_listener() -> None:
     """Another process listens at the address of a worker that has died."""
     transport = UnixTransport(b"the token of this test")
@@ -196,6 +231,7 @@ def test_a_client_is_not_held_up_by_descriptors_of_a_listener() -> None:
     transport.closer.finish()
 
 
+@pytest.mark.usefixtures("older_kernel")
 def test_a_listener_takes_a_break_while_many_strangers_wait_to_be_dismissed(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -209,3 +245,65 @@ def test_a_listener_takes_a_break_while_many_strangers_wait_to_be_dismissed(
             until(lambda: "cannot accept connections" in caplog.text, "the listener has a break")
             assert caller.rpc_sync("worker1", max, (3, 4), timeout=TIMEOUT) == 4
         assert newcomer.rpc_sync("worker1", max, (5, 6), timeout=TIMEOUT) == 6
+
+
+@needs_passrights
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
+def test_a_flood_of_descriptors_of_another_user_does_not_keep_members_out() -> None:
+    with contextlib.ExitStack() as stack:
+        poller = stack.enter_context(contextlib.closing(EpollPoller()))
+        server = ListeningServer(UnixTransport(b"the token of this test"), poller)
+        stack.callback(server.close)
+        flooded, theirs = stack.enter_context(a_pipe())
+
+        def flood() -> None:
+            """Connect often, with a descriptor. Then wait to be killed."""
+            os.setgroups([])
+            os.setgid(ANOTHER_USER)
+            os.setuid(ANOTHER_USER)
+            guests = [socket.socket(socket.AF_UNIX) for _ in range(FLOOD)]
+            with BlockingDescriptors() as descriptors:
+                for guest in guests:
+                    guest.connect("\0" + server.place)
+                # A single descriptor that blocks holds up all sockets behind it.
+                with contextlib.suppress(PermissionError):
+                    descriptors.send_one(guests[0], b"!")
+                for guest in guests:
+                    guest.send(b"!")
+                os.write(theirs, b"!")
+                threading.Event().wait()
+
+        # The listener runs only in `connect`, so it meets all guests before it meets the member.
+        # Its timers do not run there: if it pauses, it never accepts the member.
+        (stranger,) = stack.enter_context(processes(flood))
+        until(lambda: select.select([flooded], [], [], 0)[0] or stranger.has_result(), "the flood")
+        assert not stranger.has_result(), stranger.result()
+        server.connect(server.transport, LISTENER)
+
+
+@needs_passrights
+def test_a_stranger_cannot_send_descriptors_to_a_listener() -> None:
+    with cluster(1, transports=transports_named("unix")) as (worker,), guest_of(worker) as guest:
+        for flags in (0, socket.MSG_OOB):
+            with pytest.raises(PermissionError):
+                socket.send_fds(guest, [MAGIC], [guest.fileno()], flags)
+
+
+@needs_passrights
+def test_a_stranger_cannot_send_descriptors_to_a_client() -> None:
+    transport = UnixTransport(b"the token of this test")
+    with socket.socket(socket.AF_UNIX) as impostor:
+        impostor.bind("")
+        impostor.listen()
+        name = impostor.getsockname()[1:].decode()
+
+        def connect() -> None:
+            with pytest.raises(AuthenticationError):
+                transport.connect(name, CLIENT, LISTENER, TIMEOUT)
+
+        with Background(connect):
+            client, _ = impostor.accept()
+            with client:
+                assert client.recv(HELLO_SIZE, socket.MSG_WAITALL)
+                with pytest.raises(PermissionError):
+                    socket.send_fds(client, [bytes(CHALLENGE_SIZE)], [client.fileno()])

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import os
 import socket
 import threading
@@ -38,6 +39,8 @@ HANDSHAKE_SECONDS = 10.0
 MAX_PENDING = 128
 #: After this many seconds, a listener that could not accept clients tries again.
 RETRY_SECONDS = 1.0
+#: A listener that cannot accept clients warns at most once in this many seconds.
+WARNING_SECONDS = 60.0
 
 #: The type of a function `receive(sock, size)`, which returns up to `size` bytes from a socket.
 Receive = Callable[[socket.socket, int], bytes]
@@ -117,9 +120,11 @@ class PendingHandshake:
         if len(self._data) == handshake.needed:
             answer = handshake.feed(self._data)
             self._data = b""
-            if handshake.greeting is not None and not self._listener.takes_descriptors:
-                self._listener.complete(self, handshake.greeting, answer)
-                return
+            if handshake.greeting is not None:
+                if not self._listener.takes_descriptors:
+                    self._listener.complete(self, handshake.greeting, answer)
+                    return
+                self._listener.allow_descriptors(self.sock)
             if answer:
                 # One call sends all bytes, because the send buffer is empty.
                 self.sock.send(answer)
@@ -155,9 +160,8 @@ class StreamListener:
         self._closed = False
         #: Whether a call of `_reject_late` is scheduled.
         self._has_timer = False
-        #: Whether this listener accepts no clients at present. The poller then does not watch the
-        #: listening socket.
-        self._paused = False
+        #: Before this time of `time.monotonic`, `_pause` logs no further warning.
+        self._next_warning = -math.inf
         sock.setblocking(False)
         poller.add(sock.fileno(), self._on_readable)
         poller.arm(sock.fileno())
@@ -170,7 +174,6 @@ class StreamListener:
                     self._pause("too many rejected clients are still being disconnected")
                     return
                 sock, _ = self._sock.accept()
-                self._paused = False
                 has_accepted = True
                 if self.admits(sock):
                     self._start_handshake(sock)
@@ -190,13 +193,15 @@ class StreamListener:
             self.poller.arm(self._sock.fileno())
 
     def _pause(self, reason: str) -> None:
-        if not self._paused and not self._closed:
+        """Accept no clients for RETRY_SECONDS. The poller does not watch the listening socket."""
+        now = time.monotonic()
+        if now >= self._next_warning and not self._closed:
+            self._next_warning = now + WARNING_SECONDS
             logger.warning(
                 "worker %s cannot accept connections: %s. It will try again every second",
                 self.me.name,
                 reason,
             )
-        self._paused = True
         self._call_later(RETRY_SECONDS, self._resume)
 
     def _resume(self) -> None:
@@ -234,6 +239,9 @@ class StreamListener:
     def receive(self, sock: socket.socket, size: int) -> bytes:
         """Return up to `size` bytes from a client that may be a stranger."""
         return sock.recv(size)
+
+    def allow_descriptors(self, sock: socket.socket) -> None:
+        """Let a client that has proven that it belongs to the group send file descriptors."""
 
     def disconnect(self, sock: socket.socket) -> None:
         """Close the socket of a client that may be a stranger. Do not wait."""

@@ -3,7 +3,10 @@
 A stranger can attach file descriptors to the bytes that it sends. If this process does not take the
 descriptors, the kernel closes them: when a thread reads the bytes, or when a thread closes the
 socket without having read the bytes. This can block the thread for as long as the stranger likes,
-for example if a descriptor is a socket with SO_LINGER and unsent bytes. So this module
+for example if a descriptor is a socket with SO_LINGER and unsent bytes.
+
+Since Linux 6.16, a socket can refuse descriptors: the stranger's send then fails. This module sets
+the option for that, SO_PASSRIGHTS. Older kernels do not know it. For them, this module
 
 - reads only bytes without descriptors. It looks at the bytes first, with MSG_PEEK, which leaves the
   descriptors where they are;
@@ -22,6 +25,8 @@ from contextlib import suppress
 
 from gradwire.errors import AuthenticationError
 
+#: The socket option SO_PASSRIGHTS of Linux 6.16. Python's `socket` module has no name for it.
+PASSRIGHTS = 83
 #: The process id, user id and group id that SO_PEERCRED returns.
 _CREDENTIALS = struct.Struct("iII")
 #: A worker that ends waits at most this long for sockets that are being closed.
@@ -34,6 +39,14 @@ def prepare(sock: socket.socket) -> None:
     """Set up a socket before anything is read from it."""
     # Without this option, a read discards an urgent byte (MSG_OOB) that MSG_PEEK does not show.
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_OOBINLINE, 1)
+
+
+def take_descriptors(sock: socket.socket, allowed: bool) -> None:
+    """Set whether the other side can send descriptors to a unix socket. The clients of a listening
+    socket inherit this when they connect, before they are accepted."""
+    # Kernels before Linux 6.16 do not know the option. They accept descriptors always.
+    with suppress(OSError):
+        sock.setsockopt(socket.SOL_SOCKET, PASSRIGHTS, allowed)
 
 
 def user_of_peer(sock: socket.socket) -> int:
@@ -55,8 +68,9 @@ def receive(sock: socket.socket, size: int) -> bytes:
 
 
 class SocketCloser:
-    """Closes sockets without blocking the calling thread. A socket without unread bytes is closed
-    at once. All other sockets are closed by a separate thread, which ends when none is left."""
+    """Closes sockets without blocking the calling thread. A socket that refuses descriptors, or
+    that has no unread bytes, is closed at once. All other sockets are closed by a separate thread,
+    which ends when none is left."""
 
     def __init__(self) -> None:
         self._waiting: deque[int] = deque()
@@ -75,7 +89,7 @@ class SocketCloser:
         # empty when it is closed.
         with suppress(OSError):
             sock.shutdown(socket.SHUT_RDWR)
-        if _is_empty(sock):
+        if _refuses_descriptors(sock) or _is_empty(sock):
             sock.close()
         else:
             self._close_later(sock)
@@ -131,6 +145,14 @@ class SocketCloser:
                 descriptor = self._waiting.popleft()
             with suppress(OSError):
                 os.close(descriptor)
+
+
+def _refuses_descriptors(sock: socket.socket) -> bool:
+    """Return whether a socket refuses descriptors. Such a socket has refused them always."""
+    try:
+        return not sock.getsockopt(socket.SOL_SOCKET, PASSRIGHTS)
+    except OSError:
+        return False
 
 
 def _is_empty(sock: socket.socket) -> bool:

@@ -49,7 +49,13 @@ from gradwire._core.transport.listener import (
 from gradwire._core.transport.pipes import Pipes, check_pipe_ends, make_pipes
 from gradwire._core.transport.poller import Poller
 from gradwire._core.transport.shared_memory import SEGMENT_BYTES, SegmentReceiver, SegmentSender
-from gradwire._core.transport.strangers import SocketCloser, prepare, receive, user_of_peer
+from gradwire._core.transport.strangers import (
+    SocketCloser,
+    prepare,
+    receive,
+    take_descriptors,
+    user_of_peer,
+)
 from gradwire._core.transport.stream import StreamConnection
 from gradwire._core.wire.frames import Bytes
 from gradwire.errors import AuthenticationError, ConnectionClosed, SendTimeout
@@ -88,6 +94,7 @@ class UnixTransport:
     ) -> UnixListener:
         place = f"gradwire-{secrets.token_hex(16)}"
         sock = socket.socket(socket.AF_UNIX)
+        take_descriptors(sock, False)
         sock.bind("\0" + place)
         sock.listen(BACKLOG)
         address = Address(self.name, place)
@@ -99,6 +106,8 @@ class UnixTransport:
             sock = socket.socket(socket.AF_UNIX)
             on_failure.callback(self.closer.close, sock)
             prepare(sock)
+            # The listener never sends descriptors over this socket, only over the channel.
+            take_descriptors(sock, False)
             channel, their_channel = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
             on_failure.enter_context(channel)
             always.enter_context(their_channel)
@@ -315,6 +324,9 @@ class UnixListener(StreamListener):
 
     def receive(self, sock: socket.socket, size: int) -> bytes:
         return receive(sock, size)
+
+    def allow_descriptors(self, sock: socket.socket) -> None:
+        take_descriptors(sock, True)
 
     def disconnect(self, sock: socket.socket) -> None:
         self._transport.closer.close(sock)
