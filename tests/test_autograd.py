@@ -600,7 +600,7 @@ def test_an_ended_context_says_that_its_block_has_ended(memory_pair: list[Worker
     with acting_as(memory_pair[0]):
         with autograd.context() as context_id:
             pass
-        with pytest.raises(ContextReleased, match=f"with id: {context_id}.*block has ended"):
+        with pytest.raises(ContextReleased, match=f"with id: {context_id}.*block ended"):
             autograd.get_gradients(context_id)
         with pytest.raises(ContextReleased, match="use it inside the block"):
             autograd.backward(context_id, [torch.ones((), requires_grad=True) * 2])

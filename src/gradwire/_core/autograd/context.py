@@ -396,8 +396,8 @@ class ContextContainer:
             )
         if context_id in self._released:
             return ContextReleased(
-                f"{text}The `with autograd.context()` block has ended, which releases the context: "
-                "use it inside the block"
+                f"{text}It was released when its `with autograd.context()` block ended: use it "
+                "inside the block"
             )
         return GradwireError(f"{text}It was released long ago, or never known on this worker")
 
